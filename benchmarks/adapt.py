@@ -10,11 +10,14 @@ for DeepSpeed's pipeline engine and megatron-core's 1F1B. An activation takes ha
 Ethernet, or next to nothing (1 Gb/s); layers sleep as long as an accelerator would compute. Steps FIRST to
 the last are timed. "stays": --holmes-adapt off.
 
-"ENGINE trace": the rate of Ethernet changes while the job runs (TRACE); counted are the steps that end in
-each of its parts. "best": of each part the most of any fixed plan (--holmes-inflight), whose jobs see the
-same trace.
+"ENGINE trace": an hour in minutes. Rates of Ethernet change while the job runs, a link is gone, a rank
+becomes slow (TRACE); counted are the steps that end in each of its parts. "best": of each part the most of
+any fixed plan (--holmes-inflight), whose jobs see the same trace.
 
-"nothing to gain": an edge that takes no time, --holmes-adapt on and off, alternating.
+"ENGINE prediction": see adapt_prediction.py.
+
+"nothing to gain": an edge that takes no time, --holmes-adapt on and off, alternating; "... plain": the same
+of a data-parallel loop with a GradientReducer.
 
 "vote": 1,024 simulated ranks, a thread each in PROCESSES processes, over one TCPStore on this machine: from
 when the last one has measured until the last one knows the verdict.
@@ -22,16 +25,18 @@ when the last one has measured until the last one knows the verdict.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import adapt_prediction
 from edges import ENGINES, TWO
 from emulated import forward_s
 from harness import Row, chosen, finish, kept, parser, tell, write
@@ -46,8 +51,21 @@ from holmes_ext.runtime.adapt.vote import Boundary, Vote
 #: Steps by which a plan must have learned; that are timed.
 FIRST, STEPS = 8, 18
 SEQUENCE, DRAWN, WORLD, PROCESSES = 128, 12, 1024, 16
-#: (seconds, part of the rate at which an activation takes half a stage's time).
-TRACE = ((40, 4.0), (40, 1.0), (40, 0.5), (40, 4.0), (20, 0.25), (40, 1.0), (40, 2.0))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a trace. rate: times that at which an activation takes half a stage's time; link: b0's cable is
+    plugged in; speed: of b0's accelerator."""
+
+    seconds: float
+    rate: float
+    link: bool = True
+    speed: float = 1.0
+
+
+TRACE = (Part(40, 4.0), Part(40, 1.0), Part(40, 0.5), Part(5, 0.5, link=False), Part(40, 4.0),
+         Part(20, 0.25), Part(30, 1.0, speed=0.5), Part(30, 1.0), Part(40, 2.0))
 #: More micro-batches in flight than 1F1B has.
 FIXED = ("off", "0", "1", "2", "4")
 
@@ -82,22 +100,24 @@ def drawn() -> list[Scene]:
 
 
 SCENES = drawn()
+#: A data-parallel loop with a GradientReducer, without stages.
+PLAIN = ("plain_torch", "", {"classes": ["Block"]})
 #: An activation takes half a stage's time over 6 Mb/s.
 ISSUE = Scene(6, 192, 8, 0.262144)
 
 
 def _script(engine: str, scene: Scene) -> list[str]:
-    example, stages, _ = ENGINES[engine]
+    example, stages, _ = ENGINES.get(engine, PLAIN)
     model = (
         f"--layers {scene.layers} --hidden {scene.hidden} --heads 4 "
         f"--sequence {SEQUENCE} --micro-batch 1"
     ).split()
-    return [str(examples() / example / "train.py"), *model, stages, "2", "--micro-batches",
-            str(scene.micro_batches)]
+    return [str(examples() / example / "train.py"), *model, *([stages, "2"] if stages else []),
+            "--micro-batches", str(scene.micro_batches)]
 
 
 def _accelerator(engine: str, scene: Scene) -> dict[str, Any]:
-    return {"flops": scene.flops, **ENGINES[engine][2]}
+    return {"flops": scene.flops, **ENGINES.get(engine, PLAIN)[2]}
 
 
 def _file(folder: Path, rate_bps: float) -> Path:
@@ -130,15 +150,15 @@ def half_a_stage(name: str, engine: str, scene: Scene, repetitions: int) -> list
     ]  # fmt: skip
 
 
-def nothing_to_gain(name: str, repetitions: int) -> list[Row]:
-    scene = Scene(6, 64, 8, 0.1)
+def nothing_to_gain(name: str, engine: str, repetitions: int) -> list[Row]:
+    scene = Scene(6, 64, 8 if engine in ENGINES else 2, 0.1)
     with tempfile.TemporaryDirectory() as directory:
         free = _file(Path(directory), 1e9)
         variants = [_variant(how, free, "--holmes-adapt", flag)
                     for how, flag in (("off", "off"), ("on", "on"), ("again", "off"))]
         series = compare(
-            variants, _script("deepspeed", scene), repetitions=repetitions, steps=60, skip=FIRST,
-            accelerator=_accelerator("deepspeed", scene),
+            variants, _script(engine, scene), repetitions=repetitions, steps=60, skip=FIRST,
+            accelerator=_accelerator(engine, scene),
             on_run=lambda variant, _: tell(f"{name}: {variant}"))
     off, on, again = series.values()
     pairs = [2 * a / (b + c) - 1 for a, b, c in zip(on.medians, off.medians, again.medians)]
@@ -182,18 +202,24 @@ def _steps_of(engine: str, scene: Scene, flags: tuple[str, ...]) -> list[int]:
         with Lab(variant.spec, realtime=True) as lab:
             command = [sys.executable, *_script(engine, scene), "--steps", "100000", "--log", str(log),
                        *variant.flags]
-            job = lab.start(command, order=variant.order, accelerator=_accelerator(engine, scene),
+            throttle = Path(directory, "throttle.json")
+            accelerator = {**_accelerator(engine, scene), "throttle": str(throttle)}
+            job = lab.start(command, order=variant.order, accelerator=accelerator,
                             env={"DS_ACCELERATOR": "cpu"}, preload=("torch",), timeout=900)
             while _lines(log) < 3:
                 if job.poll() is not None:
                     raise SystemExit(f"adapt.py: {job.poll().outputs}")
                 time.sleep(0.1)
             counts = []
-            for seconds, part in TRACE:
+            for part in TRACE:
                 before = _lines(log)
                 for node in lab.nodes:
-                    lab.set_rate(node.name, "eth0", round(part * scene.half_bps))
-                time.sleep(seconds)
+                    lab.set_rate(node.name, "eth0", round(part.rate * scene.half_bps))
+                lab.set_link("b0", "eth0", part.link)
+                new = throttle.with_suffix(".new")
+                new.write_text(json.dumps({"b0": part.speed}))
+                new.rename(throttle)
+                time.sleep(part.seconds)
                 counts.append(_lines(log) - before)
             job.kill()
             job.wait()
@@ -202,6 +228,18 @@ def _steps_of(engine: str, scene: Scene, flags: tuple[str, ...]) -> list[int]:
 
 def _lines(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def predicted(name: str, engine: str) -> list[Row]:
+    scene = Scene(6, 64, 8, 0.1)
+
+    def run(variant: Variant, micro_batches: int) -> float:
+        own = replace(scene, micro_batches=micro_batches)
+        (series,) = compare([variant], _script(engine, own), repetitions=1, steps=STEPS, skip=FIRST,
+                            accelerator=_accelerator(engine, scene)).values()
+        return series.median
+
+    return adapt_prediction.rows(name, engine, scene.half_bps, _file, _variant, run)
 
 
 # --------------------------------------------------------------------------- the vote
@@ -256,7 +294,9 @@ MADE = {
        for number, scene in enumerate(SCENES, start=1)},
     **{f"{engine} issue": (half_a_stage, engine, ISSUE) for engine in ENGINES},
     **{f"{engine} trace": (trace, engine) for engine in ENGINES},
-    "nothing to gain": (nothing_to_gain,),
+    **{f"{engine} prediction": (predicted, engine) for engine in ENGINES},
+    "nothing to gain": (nothing_to_gain, "deepspeed"),
+    "nothing to gain plain": (nothing_to_gain, "plain"),
     "vote": (vote,),
 }  # fmt: skip
 
@@ -270,7 +310,7 @@ def main() -> int:
     names, rows = [name for name in chosen(given.scenes, MADE) if name not in there], []
     for name in names:
         made, *about = MADE[name]
-        rows += made(name, *about) if made is trace else made(name, *about, given.repetitions)
+        rows += made(name, *about) if made in (trace, predicted) else made(name, *about, given.repetitions)
         write([*kept(given.json, names), *rows], given.json)
     return finish([*kept(given.json, names), *rows], given.json, "A plan that learns while the job runs")
 

@@ -76,6 +76,10 @@ class Options:
         "take, and all ranks go on with it from one step's boundary: micro-batches in flight, how "
         "gradients are summed (GradientReducer, DeepSpeed's overlapped reduction); tell: says what it would "
         "do; off: the plan stays", ("on", "tell", "off"))
+    restart: str = _option(
+        "tell", "tell (default): what only a restart can change is told, with what it would bring; auto: the "
+        "job does it after its next checkpoint, where torchrun --max-restarts starts it again (layers of "
+        "megatron-core's stages; --holmes-adapt on)", ("tell", "auto"))
     edges: str = _option(
         "off", "off (default), bf16, or int8 (a scale for each row): activations and their gradients between "
         "pipeline stages on the slow network only", ("off", "bf16", "int8"))

@@ -14,6 +14,7 @@ from holmes_ext.plan.profile import load_profile
 from holmes_ext.report import pictures
 from holmes_ext.report.figures import JoinedRow, Summary, summarize
 from holmes_ext.report.files import Run, load
+from holmes_ext.report.over_time import over_time_figure
 from holmes_ext.report.page import heading, page, paragraphs, picture, table
 from holmes_ext.report.rounds import rounds_figure
 from holmes_ext.report.trace import chosen_step, pictured, trace
@@ -135,7 +136,7 @@ def _pair_cells(summary: Summary) -> list[list[str]]:
 def _plan_cells(summary: Summary) -> list[list[str]]:
     """One row for each plan, where it changed while the job ran."""
     return [
-        [str(row.step), row.sums or "+".join(map(str, row.in_flight)) or "the engine's own", str(row.steps),
+        [str(row.step), row.name, str(row.steps),
          "-" if row.predicted_s is None else f"{row.predicted_s:.4f}",
          f"{row.step_s:.4f}" if row.step_s else "-"]
         for row in summary.plans
@@ -201,6 +202,8 @@ def _document(job: Run, summary: Summary, step: int) -> str:
         *([heading("Plans"), table([column.name for column in PLANS], _plan_cells(summary))] if summary.plans
           else []),
         heading("Ranks"), table([column.name for column in RANKS], _rank_cells(summary)),
+        heading("Steps over time"),
+        picture(pictures.svg(over_time_figure(job, summary.plans)), "steps over time, and plans"),
         heading("One step"), picture(pictures.svg(figure), "timeline of one step"),
         *([heading("Rounds with other jobs"), picture(pictures.svg(rounds_figure(job)), "rounds with other "
                                                                                         "jobs")]

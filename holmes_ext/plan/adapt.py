@@ -80,6 +80,28 @@ class Change:
         return replace(plan, loads=loads, traffic=traffic)
 
 
+@dataclass(frozen=True)
+class Restart:
+    """Layers of each stage that only a restart can give. now_s, then_s: seconds of a step, measured and
+    predicted."""
+
+    layers: tuple[int, ...]
+    now_s: float
+    then_s: float
+
+    @property
+    def partition(self) -> str:
+        return ",".join(map(str, self.layers))
+
+    @property
+    def text(self) -> str:
+        return f"a restart with --holmes-partition {self.partition}"
+
+    @property
+    def brings(self) -> str:
+        return f"would take {self.then_s / self.now_s:.2f} of a step"
+
+
 def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
     """`plan` with what its stages take by `profile`, which has its sizes."""
     assert plan.sizes == profile.sizes
@@ -102,16 +124,18 @@ def pipeline_s(plan: Plan, edges: Sequence[float], held: Sequence[int]) -> float
 
 
 def better_split(costs: StageCosts, layers: Sequence[int],
-                 step_s: float) -> tuple[tuple[int, ...], float] | None:
-    """Layers of each stage that only a restart can give, and the part of a step of step_s seconds that it
-    would take then; None where it would bring less than RESTART."""
+                 step_s: float) -> Restart | None:
+    """What layers other than `layers` would make of a step of step_s seconds; None where it would bring less
+    than RESTART."""
     now = partition_s(costs, layers)
     try:
         split = partition.partition("balanced", costs)
     except HolmesError:  # no split fits the memory
         return None
-    left = 1 - (now - partition_s(costs, split)) / step_s
-    return (split, left) if left < 1 - RESTART and split != tuple(layers) else None
+    then_s = step_s - now + partition_s(costs, split)
+    if split == tuple(layers) or then_s >= step_s * (1 - RESTART):
+        return None
+    return Restart(split, step_s, then_s)
 
 
 def partition_s(costs: StageCosts, layers: Sequence[int]) -> float:

@@ -96,8 +96,9 @@ def measured_networks(plan: Plan, carrier: str, options: Options, engine: Engine
                       summed: Sequence[Summed]) -> Plan:
     """`plan` with each network that the stages' sums were on as fast as they found it."""
     slower: dict[str, float] = {}
+    decided = _by_size(plan, carrier, options, engine, summed)
     for stage, one in enumerate(summed):
-        for name, price in _networks(_decided(plan, carrier, options, engine, one.size), stage, one):
+        for name, price in _networks(decided[one.size], stage, one):
             busy, predicted = one.busy.get(name, 0.0) - price.latency_s, one.size * price.byte_s
             if busy > 0 and predicted > 0:
                 slower[name] = max(slower.get(name, 0.0), busy / predicted)
@@ -127,9 +128,12 @@ def _ring(sums: Sums, way: Reduction, size: float) -> Price:
     return replace(once, latency_s=once.latency_s * max(1, ceil(size / way.bucket_bytes)))
 
 
-def _decided(plan: Plan, carrier: str, options: Options, engine: EngineTraits, size: float) -> Decisions:
-    work = replace(plan.workload, gradient_bytes=size)
-    return decisions(replace(plan, workload=work, basis=MEASURED), carrier, options, engine)
+def _by_size(plan: Plan, carrier: str, options: Options, engine: EngineTraits,
+             summed: Sequence[Summed]) -> dict[float, Decisions]:
+    """The decisions of the start, by the bytes that a stage sums: once for stages of one size."""
+    plans = {size: replace(plan, workload=replace(plan.workload, gradient_bytes=size), basis=MEASURED)
+             for size in {one.size for one in summed}}
+    return {size: decisions(known, carrier, options, engine) for size, known in plans.items()}
 
 
 class SumJudge:
@@ -146,7 +150,9 @@ class SumJudge:
         size = max(one.size for one in summed)
         if (back := self.trials.end(_rest(summed, step_s), step_s)) is not None:
             return SumChange(now, back.before, size, step_s, back.now_s, back=True)
-        found = [self._best(plan, learned, stage, one) for stage, one in enumerate(summed)]
+        decided, before = (_by_size(each, *self.known, summed) for each in (learned, plan))
+        found = [self._best(decided[one.size], before[one.size], stage, one)
+                 for stage, one in enumerate(summed)]
         after = tuple(way for way, _ in found)
         if after == now:
             return None
@@ -156,10 +162,11 @@ class SumJudge:
         change = SumChange(now, after, size, step_s, then_s)
         return None if then_s > step_s * (1 - GAIN) or self.trials.refused(change.key, figures) else change
 
-    def _best(self, plan: Plan, learned: Plan, stage: int, one: Summed) -> tuple[Reduction, float]:
+    def _best(self, decided: Decisions, before: Decisions, stage: int,
+              one: Summed) -> tuple[Reduction, float]:
         """A stage's way by the rules of the start, and what it takes; the present one where it is as fast,
-        and where the other one would be on networks inside clusters that these groups have not."""
-        decided, before = (_decided(each, *self.known, one.size) for each in (learned, plan))
+        and where the other one would be on networks inside clusters that these groups have not. decided,
+        before: of the learned plan, and of the present one."""
         found = replace(decided.reduction(stage, one.way.overlap), compress=one.way.compress)
         every = decided.prices.sums(decided.placement, stage)
         if in_two_levels(found, one.size):

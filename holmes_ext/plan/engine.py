@@ -46,7 +46,8 @@ class EngineTraits:
     features: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(ABILITIES, ()), hash=False
     )
-
+    #: Its checkpoints load where stages have other layers.
+    resplits: bool = True
     #: Of what a search may choose (plan/search/space.py, NAMES), what it can run.
     limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     #: ZeRO stages under which it sums in two levels itself, by flags of its own: all stages over as many

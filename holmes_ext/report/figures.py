@@ -96,6 +96,10 @@ class PlanRow:
     #: What of the sums of gradients changed with it, in words.
     sums: str = ""
 
+    @property
+    def name(self) -> str:
+        return self.sums or "+".join(map(str, self.in_flight)) or "the engine's own"
+
 
 @dataclass(frozen=True)
 class Summary:

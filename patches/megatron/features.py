@@ -63,6 +63,8 @@ TIED = _later("megatron-tied", what="tied weights' gradients cross clusters once
 SLICES = _later("megatron-slices", what="tensor ranks share out what crosses clusters")
 EDGES = _later("megatron-edges", option="inflight", idle=("off",), what="sends between stages do not block")
 ADAPT = _later("megatron-adapt", option="adapt", idle=("off",), what="the plan learns while the job runs")
+RESTART = _later("megatron-restart", option="restart", idle=("tell",),
+    what="after a checkpoint the job starts again with better layers")
 EXPERTS = _later("megatron-experts", option="experts", idle=("",), binding=True,
     what="experts live where holmes plan --experts placed them")
 PROFILE = _core("megatron-profile", option="profile", idle=("",),

@@ -1,5 +1,6 @@
 """Where megatron-core's steps begin and end, and what its groups are for: telemetry, the watchdog and the
-plan that learns (see patches/deepspeed/telemetry.py) look on."""
+plan that learns (see patches/deepspeed/telemetry.py) look on. And where a checkpoint is whole that loads with
+other layers on a stage (dist_checkpointing's do)."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import inside, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.edges import unsupported
-from holmes_ext.patches.megatron.features import ADAPT, EDGES, TELEMETRY, loaded_version
+from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, TELEMETRY, loaded_version
 from holmes_ext.patches.megatron.profile import gradient_bytes
 from holmes_ext.runtime.adapt.learning import begin_step
 from holmes_ext.runtime.adapt.window import Stage
 from holmes_ext.runtime.groups.backend import backend_of, carrier_of
 from holmes_ext.runtime.measure import telemetry
+from holmes_ext.runtime.start.restart import saved
 
 
 def _learn_sizes(wrapped, instance, args, kwargs):
@@ -80,6 +82,16 @@ def _schedule(current, wrapped, instance, args, kwargs):
     return wrapped(*args, **kwargs)
 
 
+def _save(wrapped, instance, args, kwargs):
+    """dist_checkpointing.save: one that is written in the background is whole when it is finalized."""
+    request = wrapped(*args, **kwargs)
+    if request is None:
+        saved()
+    else:
+        request.add_finalize_fn(saved)
+    return request
+
+
 _inside: list[bool] = []
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
 _OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
@@ -96,4 +108,6 @@ PATCHES = (
     Patch(ADAPT, f"{_SCHEDULES}forward_backward_pipelining_without_interleaving",
           "where a step of training begins", _schedule,
           parameters=("model", "num_microbatches", "forward_only")),
+    Patch(RESTART, "megatron.core.dist_checkpointing.serialization:save",
+          "no callback tells that a checkpoint is whole", _save),
 )  # fmt: skip

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.watch.failure import describe_failure
 
 
 class Buckets:
     """How the buckets of one DistributedDataParallel are averaged; its comm hook's state.
 
-    all_reduce: what sums a flat tensor. user: (state, hook) that the program registered, and that reduces
+    all_reduce: what sums a flat tensor; sums: the plan's way that it comes from, which changes when the plan
+    does (on the CPU; buckets stay as they are cut).
+    user: (state, hook) that the program registered, and that reduces
     instead. wire: dtype that travels, None: the gradients'.
 
     CUDA (read, not run): buckets are launched from autograd's thread, on its stream, in the order in which
@@ -23,9 +27,9 @@ class Buckets:
     travels is DDP's own buffer or `_sent`'s, which live as long as the module.
     """
 
-    def __init__(self, ddp: Any, all_reduce: Any):
+    def __init__(self, ddp: Any, all_reduce: Any, sums: Any = None):
         self._ddp, self._group = weakref.ref(ddp), ddp.process_group
-        self.all_reduce = all_reduce
+        self.all_reduce, self._sums = all_reduce, sums
         self.user: tuple[Any, Any] | None = None
         self.registered = False  # the program has registered its hook
         self.wire: Any = None
@@ -43,10 +47,14 @@ class Buckets:
         # another group: after _update_process_group()
         if flat.is_sparse or ddp.process_group is not self._group:
             return allreduce_hook(ddp.process_group, bucket)
+        follows = self._sums is not None and not flat.is_cuda
+        if follows and bucket.index() == 0:
+            self._follow()
         sent = flat if self.wire is None else self._as_wire(bucket.index(), flat)
         sent.div_(self._divisor(ddp))
         try:
-            work = self.all_reduce(sent)
+            with telemetry.span(telemetry.LAST_BUCKET) if follows and bucket.is_last() else nullcontext():
+                work = self.all_reduce(sent)
         except RuntimeError as error:
             raise HolmesError(self._failed(bucket.index(), error)) from error
         if self.later is not None:
@@ -63,6 +71,13 @@ class Buckets:
             return flat if sent is flat else flat.copy_(sent)
 
         return work.get_future().then(store)
+
+    def _follow(self) -> None:
+        """A step's first bucket, on all ranks: the plan's way by now."""
+        if self._sums.follow():
+            self.all_reduce = self._sums.all_reduce
+        session.note_reduction(self._sums.ranks, self._sums.way, self._sums.size, overlap=True, follows=True,
+                               two_levels=self._sums.two_level is not None)
 
     def finish(self) -> None:
         """End what a pipeline's step has begun: DDP has gone on, and taken what it found in its buckets. On

@@ -73,12 +73,14 @@ def two_level_hook(state, bucket):
 def _construct(current, wrapped, instance, args, kwargs):
     """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    way, two_level = _reduction(given)
+    sums = _sums(given)
+    way, two_level = (sums.way, sums.two_level) if sums is not None else (None, None)
     reason = _stays_stock(given)
-    if two_level is None or reason:
+    if sums is None or two_level is None or reason:
         wrapped(*args, **kwargs)
+        if sums is not None:
+            sums.close()
         if two_level is not None:
-            two_level.close()
             text = f"DistributedDataParallel reduces as torch does, on one level, because of {reason}"
             tell(current, text, once=text)
         elif current.options.telemetry and not reason:
@@ -88,8 +90,8 @@ def _construct(current, wrapped, instance, args, kwargs):
     if not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
         kwargs = {**kwargs, "bucket_cap_mb": way.chunk_bytes / 2**20}
     wrapped(*args, **kwargs)
-    _install(instance, Buckets(instance, two_level))
-    weakref.finalize(instance, two_level.close).atexit = False
+    _install(instance, Buckets(instance, two_level, sums))
+    weakref.finalize(instance, sums.close).atexit = False
     _note(instance, way, two_levels=True)
 
 
@@ -113,18 +115,17 @@ def _install(ddp: Any, state: Buckets) -> None:
     _installed[ddp] = state
 
 
-def _reduction(given: dict[str, Any]) -> tuple[Any, Any]:
-    """The plan's way for the gradients, and its two levels: None where torch's one ring is it."""
+def _sums(given: dict[str, Any]) -> Any:
+    """The plan's way for the gradients of given["module"]; None for what DDP refuses."""
     from torch.nn.parameter import UninitializedParameter
 
-    from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
+    from holmes_ext.runtime.reduce.straddling import GroupSum  # torch is there by now
 
     trained = [p for p in given["module"].parameters() if p.requires_grad]
     if not trained or any(isinstance(p, UninitializedParameter) for p in trained):
-        return None, None  # DDP refuses these
-    group, size, device_type = _group(given), sum(p.nbytes for p in trained), trained[0].device.type
-    way = planned(group, size, device_type=device_type)
-    return way, two_level_for(group, size, way, device_type)
+        return None
+    size, device_type = sum(p.nbytes for p in trained), trained[0].device.type
+    return GroupSum(_group(given), size, device_type, None, None, None)
 
 
 def _group(given: dict[str, Any]) -> Any:

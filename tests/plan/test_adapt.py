@@ -111,5 +111,5 @@ def test_layers_that_only_a_restart_can_give():
         return StageCosts(*rows, none, none, 16, before=0, after=0)
 
     assert better_split(costs(1, 1), (4, 4), 3.0) is None
-    split, left = better_split(costs(1, 3), (4, 4), 16 * 0.36)
-    assert split[0] > split[1] and 0.4 < left < 0.8
+    better = better_split(costs(1, 3), (4, 4), 16 * 0.36)
+    assert better.layers[0] > better.layers[1] and 0.4 < better.then_s / better.now_s < 0.8

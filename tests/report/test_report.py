@@ -7,6 +7,7 @@ import pytest
 from telemetry_files import write
 
 from holmes_ext.cli.main import main
+from holmes_ext.report import over_time
 from holmes_ext.report.figures import achieved, summarize
 from holmes_ext.report.files import load
 from holmes_ext.report.rounds import Incarnation
@@ -127,7 +128,7 @@ def test_the_tables(tmp_path, capsys):
             and json.loads(out)["rows"][0]["kind"] == "data")
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["step"] == 5
     page = (tmp_path / "t.html").read_text()
-    assert page.count("<svg") == 1 and "across, ethernet" in page
+    assert page.count("<svg") == 2 and "across, ethernet" in page
 
 
 def test_the_newest_of_several_runs(tmp_path, capsys):
@@ -269,7 +270,16 @@ def test_plans_that_changed_are_listed_with_their_steps(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "micro-batches in flight" in said and "4+1" in said
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
-    assert "4+1" in (tmp_path / "page.html").read_text()
+    html = (tmp_path / "page.html").read_text()
+    over_time = html[html.index("Steps over time") :]
+    assert "4+1" in over_time and "predicted of a plan" in over_time
+
+
+def test_a_long_run_is_drawn_with_fewer_points(tmp_path, monkeypatch):
+    monkeypatch.setattr(over_time, "POINTS", 4)
+    write(tmp_path, steps=14)
+    axis = over_time.over_time_figure(load(tmp_path), ()).axes[0]
+    assert list(axis.lines[0].get_xdata()) == [2, 5, 8, 11]
 
 
 def test_a_job_that_measured_no_model_has_none_to_write(tmp_path, capsys):

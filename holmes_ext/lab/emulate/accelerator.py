@@ -51,14 +51,15 @@ SITE = str(Path(__file__).parent / "site")
 @dataclass(frozen=True)
 class Config:
     """flops: FLOP/s that the emulated GPU achieves; classes: names of transformer layers' classes; plain: of
-    layers without attention (embedding, head); speed: cluster name -> factor on flops; layout: "bsh" or
-    "sbh"."""
+    layers without attention (embedding, head); speed: cluster name -> factor on flops; throttle: a JSON file
+    {node: factor} that may come, change and go while a job runs; layout: "bsh" or "sbh"."""
 
     flops: float
     classes: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
     speed: dict[str, float] = field(default_factory=dict)
     layout: str = "bsh"
+    throttle: str = ""
 
     def __post_init__(self) -> None:
         for key, value in [("flops", self.flops),
@@ -185,7 +186,15 @@ class Pacer:
         if kind == "classes" and with_hidden:
             flops += 4.0 * tokens * shape[-2] * shape[-1]
         speed = self.config.speed.get(os.environ.get("HOLMES_LAB_CLUSTER", ""), 1.0)
-        return flops / (self.config.flops * speed)
+        return flops / (self.config.flops * speed * self._throttled())
+
+    def _throttled(self) -> float:
+        """The factor of this rank's node now."""
+        try:
+            text = Path(self.config.throttle).read_text() if self.config.throttle else "{}"
+        except FileNotFoundError:
+            return 1.0
+        return float(json.loads(text).get(os.environ.get("HOLMES_LAB_NODE", ""), 1.0))
 
     def complain(self) -> None:
         """At exit, if nothing was paced: the class names are probably wrong."""

@@ -9,6 +9,7 @@ One change is tried at a time, so that what it brought is its own.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,7 +17,7 @@ from math import ceil
 from typing import Any
 
 from holmes_ext.document import Table
-from holmes_ext.plan.adapt import Change, Judge, Room, Trials, better_split, differ, measured
+from holmes_ext.plan.adapt import Change, Judge, Restart, Room, Trials, better_split, differ, measured
 from holmes_ext.plan.adapt_sums import SumChange, SumJudge, Summed
 from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
@@ -32,11 +33,13 @@ from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime.adapt.edges import edges_of
 from holmes_ext.runtime.measure.profile_file import merge
 from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start.restart import why_not
 
 #: Steps, and seconds, from rank 0's decision to the change.
 LEAD, LEAD_S = 2, 0.5
-#: Kinds of changes, by name.
-CHANGES: dict[str, type[Change] | type[SumChange]] = {"in flight": Change, "sums": SumChange}
+#: What the ranks vote on; kinds of it, by name.
+Changes = Change | SumChange | Restart
+CHANGES: dict[str, type[Changes]] = {"in flight": Change, "sums": SumChange, "restart": Restart}
 
 
 class Deciding:
@@ -51,6 +54,9 @@ class Deciding:
         self._told: set[str] = set()
         self._busy: list[float] = []  # of the stages, when layers and model were last looked at
         self._taken: Callable[[], None] = lambda: None
+        # what all ranks are asked for; whether they have said yes
+        self._restart: Restart | None = None
+        self._will_restart = False
 
     def propose(self, step: int, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
         """What to change of what the ranks measured, and where the next window begins."""
@@ -59,7 +65,7 @@ class Deciding:
         if len(known) < self.current.process.world_size:
             return none
         step_s = max(one["totals"]["step"] for one in known)
-        change: Change | SumChange | None = None
+        change: Changes | None = None
         plan, learned = self.current.plan_for(self.sizes), None
         if all("forward" in one for one in known):
             profile, learned = self._measured(plan, known)
@@ -69,13 +75,15 @@ class Deciding:
                 self._tell_ended(self.judge.trials)
                 if held is not None:
                     self._taken = partial(self.judge.taken, held, learned)
-        # over NCCL it was not tried
-        if change is None and self.judge.trials.running is None and self.carrier == SOCKETS:
+        if change is None and self.judge.trials.running is None:
             if summed := self._summed(known, learned):
                 change = sums = self.sums.next(plan, summed, step_s)
                 self._tell_ended(self.sums.trials)
                 if sums is not None:
                     self._taken = partial(self.sums.taken, sums, plan, summed)
+        if change is None and self._restart is not None and not (self.judge.trials.running
+                                                                 or self.sums.trials.running):
+            change, self._taken = self._restart, self._restarts
         if change is None:
             return none
         if self.current.options.adapt == "tell":
@@ -88,6 +96,9 @@ class Deciding:
     def taken(self) -> None:
         """All ranks go on with what was proposed last."""
         self._taken()
+
+    def _restarts(self) -> None:
+        self._restart, self._will_restart = None, True
 
     def _measured(self, plan: Plan, known: list[dict[str, Any]]) -> tuple[Profile, Plan]:
         self._edges |= edges_of(known)
@@ -130,7 +141,7 @@ class Deciding:
             return
         self._busy = busy
         self._keep(profile, learned)
-        self._tell_restart(profile)
+        self._look_at_restart(profile)
 
     def _keep(self, profile: Profile, learned: Plan) -> None:
         """The model as measured, for `holmes report --write-model`; where nobody waited for an edge, the
@@ -151,21 +162,29 @@ class Deciding:
         times = f"a step takes {step_s:.4g} s, it took {change.now_s:.4g} (predicted {change.then_s:.4g})"
         self.tell(f"{change.text}: {times}{'' if stays else '; taken back'}")
 
-    def _tell_change(self, change: Change | SumChange) -> None:
+    def _tell_change(self, change: Changes) -> None:
         left = f"a step would take {change.then_s:.4g} s, not {change.now_s:.4g}"
         self._tell_once(f"with {change.text}", f"{left} (--holmes-adapt on does it)")
 
-    def _tell_restart(self, profile: Profile) -> None:
-        """What only a restart can change: layers of each stage."""
+    def _look_at_restart(self, profile: Profile) -> None:
+        """What only a restart can change: layers of each stage. All ranks are asked for it where the options
+        say so, else it is told."""
         plan, layers = self.current.plan_for(self.sizes), [len(stage.blocks) for stage in profile.stages]
         network = Network(site_of(plan, self.carrier))
         rules = rules_of(self.current.engine, self.current.options, self.carrier == SOCKETS)
         prices = Prices(network, RankModel.of_workload(profile.workload(), self.sizes), rules)
         costs = costs_of(prices, network.placement(plan.nodes, self.sizes), None, profile, overlap=False)
-        if better := better_split(costs, layers, profile.step_s):
-            split = ",".join(map(str, better[0]))
-            self._tell_once(f"a restart with --holmes-partition {split}",
-                            f"would take {better[1]:.2f} of a step")
+        self._restart, options = None, self.current.options
+        better = better_split(costs, layers, profile.step_s)
+        if better is None or self._will_restart:
+            return
+        why = ""
+        if options.restart == "auto" and options.adapt == "on":
+            why = why_not(self.current.process, options, self.current.engine, os.environ)
+            if not why:
+                self._restart = better
+                return
+        self._tell_once(better.text, better.brings + (f" (--holmes-restart auto: {why})" if why else ""))
 
     def _tell_once(self, what: str, brings: str) -> None:
         if what not in self._told:
@@ -179,8 +198,8 @@ def wants_in_flight(current: Session) -> bool:
     return options.inflight == "auto" and current.engine.can("in-flight", options.off)
 
 
-def change_of(proposal: dict[str, Any]) -> Change | SumChange:
-    found: Change | SumChange = Table(proposal["change"], "proposal").into(CHANGES[proposal["kind"]])
+def change_of(proposal: dict[str, Any]) -> Changes:
+    found: Changes = Table(proposal["change"], "proposal").into(CHANGES[proposal["kind"]])
     return found
 
 

@@ -12,6 +12,7 @@ the plan stays.
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
@@ -19,16 +20,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from holmes_ext.plan.adapt import Restart
 from holmes_ext.plan.adapt_sums import SumChange
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import SOCKETS, VERBS
+from holmes_ext.plan.traffic import VERBS
 from holmes_ext.runtime.adapt.deciding import Deciding, change_of, wants_in_flight
 from holmes_ext.runtime.adapt.sums import SumWindow, fits
 from holmes_ext.runtime.adapt.vote import KEEP, TAKE, Boundary, Stopped, Vote
 from holmes_ext.runtime.adapt.window import Stage, Window
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.session import Session
-from holmes_ext.runtime.start.store import connect
+from holmes_ext.runtime.start import restart
+from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect
 
 #: Steps that are left out at the start, steps of a window.
 FIRST, LENGTH = 2, 2
@@ -55,6 +58,7 @@ class Learning:
         self._open_store = open_store
         self._steps: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._vote: Vote | None = None
+        self._restart_after: int | None = None  # of checkpoints, where all ranks wait for the next one
         self._thread = threading.Thread(target=self._serve, name="holmes adapt", daemon=True)
         self._thread.start()
 
@@ -62,8 +66,15 @@ class Learning:
 
     def begin_step(self) -> None:
         """A training step begins, on all ranks of the job in the same order."""
+        if self._restart_after is not None and restart.checkpoints() > self._restart_after:
+            restart.leave(self.current.store, self.current.round, self.current.process.world_size)
         change = self.boundary.begin()
-        if change is not None:
+        if isinstance(change, Restart):
+            self._restart_after = restart.checkpoints()
+            if self.current.rank == 0:
+                restart.leave_layers(self.current.store, change.partition, self.sizes)
+                self.tell(f"the job starts again after its next checkpoint: {change.text} {change.brings}")
+        elif change is not None:
             sums = isinstance(change, SumChange)
             plan = self.current.plan_for(self.sizes)
             held = list(plan.traffic_of(self.carrier).in_flight)
@@ -85,8 +96,9 @@ class Learning:
         self._steps.put(None)
 
     def join(self) -> None:
+        """stop(), and return when its thread has ended."""
         self.stop()
-        self._thread.join(5)
+        self._thread.join(ENDED_S)
 
     def _verdict_now(self, number: int) -> str:
         """The training thread has come to the step before its own thread knows: the first one who sets it
@@ -130,13 +142,17 @@ class Learning:
                 raise Stopped
             if item[0] >= first:
                 window.step(*item[1:])
-                sums.step(item[3], item[5])
+                sums.step(*item[3:])
                 count += 1
         return {**window.report(), "sums": sums.report()}
 
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
         change = change_of(proposal)
         if isinstance(change, SumChange) and not fits(change, self.recorder):
+            return False
+        current = self.current
+        if isinstance(change, Restart) and restart.why_not(current.process, current.options, current.engine,
+                                                           os.environ):
             return False
         return self.boundary.agree(number, proposal["at"], change)
 
@@ -187,7 +203,7 @@ def _begin_step(current: Session, sizes: Sizes, micro_batches: int, carrier: str
             return
         recorder.on_gpu(carrier == VERBS)
         _Running.learning = Learning(
-            current, sizes, carrier, describe(), recorder, lambda: connect(current.process, 10.0), _say,
+            current, sizes, carrier, describe(), recorder, lambda: connect(current.process, STORE_S), _say,
             recorder.on_round or (lambda document: None), _Running.starts,
         )
     assert _Running.learning is not None
@@ -197,12 +213,11 @@ def _begin_step(current: Session, sizes: Sizes, micro_batches: int, carrier: str
 
 def begin_sums(current: Session, ranks: tuple[int, ...], carrier: str, reducer: object) -> None:
     """A step of `reducer`'s begins, which sums over `ranks`: the job's, where it is data-parallel alone and
-    this is its only reducer, over gloo (over NCCL it was not tried); in a pipeline its engine tells
-    (begin_step)."""
+    this is its only reducer; in a pipeline its engine tells (begin_step)."""
     world = current.plan.world_size
     whole = Sizes().complete(world)
     sizes = current.plan.sizes or whole
-    if carrier != SOCKETS or len(ranks) != world or sizes != whole:
+    if len(ranks) != world or sizes != whole:
         return
     if _Running.reducer is None or _Running.reducer() is None:
         _Running.reducer = weakref.ref(reducer)

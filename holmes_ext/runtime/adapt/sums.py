@@ -13,8 +13,8 @@ from typing import Any
 
 from holmes_ext.plan.adapt_sums import SumChange
 from holmes_ext.plan.cost.buckets import UNDER_WAY
-from holmes_ext.runtime.adapt.window import MARGIN
-from holmes_ext.runtime.measure.telemetry import Op, Recorder
+from holmes_ext.runtime.adapt.window import MARGIN, waited_s
+from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s
 
@@ -30,9 +30,11 @@ class SumWindow:
         self._steps: list[tuple[float, float, dict[str, float]]] = []  # (seconds, exposed, by network)
         self._done: DoneReduction | None = None
 
-    def step(self, done: Sequence[Op], reduction: dict[str, Any] | None) -> None:
+    def step(self, done: Sequence[Op], spans: Sequence[tuple[str, float, float]],
+             reduction: dict[str, Any] | None) -> None:
         ways = [(ranks, one) for ranks, one in self.current.reductions.items() if one.follows]
-        if not ways or reduction is None:
+        launched = [end for kind, _, end in spans if kind == LAST_BUCKET]
+        if not ways or (reduction is None and not launched):
             return
         ranks, self._done = max(ways, key=lambda pair: pair[1].bytes)
         flat = [op for op in done if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"]
@@ -45,7 +47,10 @@ class SumWindow:
             by_network.setdefault(op.group.transport.fabric, []).append((op.start, op.end))
         busy = {name: union_s(spans) for name, spans in by_network.items()}
         seconds = union_s([(op.start, op.end) for op in ops])
-        exposed = reduction.get("exposed", sum(op.waited for op in ops))
+        if reduction is None:  # DistributedDataParallel waits where nobody sees it
+            exposed = max(0.0, max((op.end for op in ops), default=0.0) - launched[-1])
+        else:
+            exposed = reduction.get("exposed", waited_s(ops, spans))
         self._steps.append((seconds, exposed, busy))
 
     def report(self) -> dict[str, Any] | None:
@@ -61,7 +66,8 @@ class SumWindow:
 
 
 def fits(change: SumChange, recorder: Recorder) -> bool:
-    """Whether this rank's GPU has room for buckets and chunks that are larger than before."""
+    """Whether this rank's GPU has room for buckets and chunks that are larger than before: by what torch
+    tells, and by asking it for them once (memory in pieces, another program on the same GPU)."""
     if not recorder.spans_on_device:
         return True
     import torch
@@ -72,4 +78,10 @@ def fits(change: SumChange, recorder: Recorder) -> bool:
     device = recorder.device_index
     free, _ = torch.cuda.mem_get_info(device)
     room = MARGIN * (torch.cuda.memory_reserved(device) + free) - torch.cuda.max_memory_allocated(device)
-    return UNDER_WAY * more <= room
+    if more <= 0 or UNDER_WAY * more > room:
+        return more <= 0
+    try:
+        torch.empty(round(UNDER_WAY * more), dtype=torch.uint8, device=f"cuda:{device}")
+    except torch.cuda.OutOfMemoryError:
+        return False
+    return True

@@ -2,9 +2,12 @@
 
     every rank  figures of a window of steps                       FIGURES   put together
     rank 0      {"change": ..., "at": step} or no change           PROPOSAL
-    every rank  yes, if it has not come to that step and has room  VOTES     put together
-    rank 0      "take" if all said yes in time, else "keep"        VERDICT   compare_set: the first one counts
+    every rank  yes, if it has not come to that step and has room  VOTES     a counter
+    who is last "take"; who says no, and rank 0 after a while:     VERDICT   compare_set: the first one counts
+                "keep"
     every rank  at that step: goes by the verdict
+
+Seven messages of each rank in a round: the store answers when there is something, nobody looks repeatedly.
 
 A thread of each rank does all of it. Why two plans are never at work at once: a rank that has said yes looks
 for the verdict when it comes to the step, and where there is none yet sets "keep" itself: the store lets the
@@ -20,15 +23,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
-from holmes_ext.runtime.start.store import gathered, put_in
+from holmes_ext.runtime.start.store import awaited, gathered, put_in
 
 TAKE, KEEP = "take", "keep"
 #: Seconds that rank 0 waits for the others' figures and votes.
 PATIENCE_S = 10.0
-#: Seconds between two looks into the store: at first, and at most.
-_LOOK_S, _LOOKS_S = 0.01, 0.25
+#: Seconds that a thread waits in the store at once: it could not be ended there.
+_WAIT_S = 0.5
 #: Rounds whose proposals and verdicts stay in the store.
 _KEPT_ROUNDS = 64
 
@@ -99,20 +103,20 @@ class Vote:
             told = self._all(number, "figures")
             proposal = propose([json.loads(one) for one in told])
             self.store.set(self._key(number, "proposal"), json.dumps(proposal))
+            self._tidy(number)
         else:
             proposal = json.loads(self._await(self._key(number, "proposal")))
-        if not proposal["at"]:
-            self._tidy(number)
-            return proposal, ""
-        yes = agree(number, proposal)
-        self._put(number, "votes", yes)
-        if self.rank == 0:
-            votes = [json.loads(one) for one in self._all(number, "votes")]
-            verdict = self.set_verdict(self.store, number, TAKE if votes == [True] * self.world else KEEP)
-            self._tidy(number)
-        else:
-            verdict = self._await(self._key(number, "verdict")).decode()
-        return proposal, verdict
+        return proposal, self._verdict(number, agree(number, proposal)) if proposal["at"] else ""
+
+    def _verdict(self, number: int, yes: bool) -> str:
+        """After this rank's vote."""
+        if not yes:
+            return self.set_verdict(self.store, number, KEEP)
+        if self.store.add(self._key(number, "votes"), 1) == self.world:
+            return self.set_verdict(self.store, number, TAKE)
+        until = time.monotonic() + (inf if self.rank else self.patience_s)
+        told = self._await(self._key(number, "verdict"), until)
+        return told.decode() or self.set_verdict(self.store, number, KEEP)
 
     def set_verdict(self, store: Any, number: int, wanted: str) -> str:
         """The verdict of the round: `wanted`, or what somebody has set before."""
@@ -127,28 +131,21 @@ class Vote:
     def _all(self, number: int, what: str) -> list[bytes]:
         """What the ranks have put, as soon as all have, or after patience_s."""
         key = self._key(number, what)
-        self._look([f"{key}/all"], time.monotonic() + self.patience_s)
+        self._await(f"{key}/all", time.monotonic() + self.patience_s)
         return gathered(self.store, key, 0.1)
 
-    def _await(self, key: str) -> bytes:
-        self._look([key])
-        return self.store.get(key)
-
-    def _look(self, keys: list[str], until: float = float("inf")) -> None:
-        """Return when the keys are there, or at `until`. Short looks: a thread that waits in the store could
-        not be ended."""
-        pause = _LOOK_S
-        while not self.store.check(keys) and time.monotonic() < until:
-            if self.stopped.wait(pause):
-                raise Stopped
-            pause = min(1.5 * pause, _LOOKS_S)
+    def _await(self, key: str, until: float = inf) -> bytes:
+        """What stands under `key` as soon as it does; empty where nothing does at `until`."""
+        while not self.stopped.is_set():
+            left = until - time.monotonic()
+            if (found := awaited(self.store, key, min(_WAIT_S, max(left, 0.01)))) or left <= 0:
+                return found
+        raise Stopped
 
     def _tidy(self, number: int) -> None:
         """Rank 0's: what nobody reads again leaves the store."""
-        if self.rank:
-            return
-        ended = [(number - 1, what) for what in ("figures", "votes")]
-        keys = [f"{self._key(*one)}/{part}" for one in ended for part in ("entries", "count", "all")]
+        keys = [f"{self._key(number - 1, 'figures')}/{part}" for part in ("entries", "count", "all")]
+        keys.append(self._key(number - 1, "votes"))
         keys += [self._key(number - _KEPT_ROUNDS, what) for what in ("proposal", "verdict")]
         for key in keys if number else ():
             self.store.delete_key(key)

@@ -24,6 +24,12 @@ _SPANS = "forward", "backward", "optimizer"
 Message = list[Any]
 
 
+def waited_s(sums: Sequence[Op], spans: Sequence[tuple[str, float, float]]) -> float:
+    """Seconds that the program stood still for sums of gradients; on a GPU, where a stream of its own
+    launches them, in spans of the compute stream."""
+    return sum(op.waited for op in sums) + sum(end - begin for kind, begin, end in spans if kind == "reduce")
+
+
 @dataclass(frozen=True)
 class Stage:
     """What an engine tells of this rank's part of the pipeline. labels: of its layers: "before" the first
@@ -72,7 +78,7 @@ class Window:
         for op in done:
             if op.peer is not None:
                 sums["send" if op.name == "send" else "receive"] += op.waited
-        sums["reduce"] = sum(op.waited for op in reduces)
+        sums["reduce"] = waited_s(reduces, spans)
         size, seconds = sum(op.payload for op in reduces), union_s([(op.start, op.end) for op in reduces])
         if reduction and "seconds" in reduction:  # the reducer's own figures know of its threads
             size, seconds = reduction["bytes"], reduction["seconds"]

@@ -31,6 +31,8 @@ from holmes_ext.runtime.measure.operations import GroupTraffic, Op
 
 #: Who can end a step, the most trusted last: once a later one has, those before it are not listened to.
 SOURCES = ("optimizer", "reducer", "engine", "program")
+#: Kind of the span in which DistributedDataParallel's last bucket is launched: its backward pass ends there.
+LAST_BUCKET = "last bucket"
 #: Steps whose duration the median is taken of.
 _KEPT = 50
 

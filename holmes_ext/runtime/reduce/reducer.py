@@ -188,7 +188,8 @@ class GradientReducer:
             for bucket in self._buckets:
                 self._store(bucket)
         if self._side is not None:
-            self._side.join()
+            with telemetry.span("reduce"):  # the compute stream waits
+                self._side.join()
         ended = time.perf_counter()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(

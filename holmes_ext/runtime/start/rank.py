@@ -9,7 +9,7 @@ import hashlib
 import os
 import platform
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.grid import say
 from holmes_ext.runtime.groups.transport import node_environment
-from holmes_ext.runtime.start import hostfile, launcher, preflight
+from holmes_ext.runtime.start import hostfile, launcher, preflight, restart
 from holmes_ext.runtime.start.deadline import within
 from holmes_ext.runtime.start.exchange import exchange
 from holmes_ext.runtime.start.store import open_store
@@ -103,6 +103,13 @@ class Request:
         plan = build_plan(site, sizes, links=links, options=options, engine=engine, **shape)
         return site, with_loads(plan, options, model, engine)
 
+    def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
+        """With the layers that the start before left, and a line about it; "": it left nothing."""
+        if not layers:
+            return self.options, []
+        self.options, self.sizes = replace(self.options, partition=layers), self.sizes or sizes
+        return self.options, [f"--holmes-restart auto: started again with --holmes-partition {layers}"]
+
     def _compare(self, plan: Plan, sizes: Sizes | None) -> None:
         """HolmesError when the plan was made for something else than the command line asks for."""
         options = self.options
@@ -126,7 +133,7 @@ def start(
     """Agree with all ranks, renumber this one in `environ`, and make the session active; returns it and lines
     for the user. agreed: what else must be the same on all ranks; failure: what went wrong on this rank so
     far, which ends the job. HolmesError (RemoteError where rank 0 tells)."""
-    options, store = request.options, None
+    options, store, again = request.options, None, list[str]()
     report = _own_report(request, process, agreed, failure, environ)
 
     def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
@@ -149,10 +156,12 @@ def start(
             if "error" in report:  # nobody to tell it to
                 raise HolmesError(report["error"]) from None
             raise
+        if options.restart == "auto":
+            options, again = request.start_again(*restart.left_layers(store))
         limit = options.timeout_s + 15 + _SILENT_SECONDS
         found = within(limit, silent, exchange, store, process, report, decide, options.timeout_s)
         prefix, verdict = found.round, found.content()
-    site, lines = Site.from_dict(verdict["site"]), verdict["lines"]
+    site, lines = Site.from_dict(verdict["site"]), [*again, *verdict["lines"]]
     plan = parse_plan(verdict["plan"], verdict["source"])
     here = next(node.name for node in site.nodes if short_name(node.name) == short_name(report["node"]))
     if store is not None and options.preflight == "on":

@@ -19,6 +19,11 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 
+#: Seconds that the store may take to answer a thread that looks on while the job trains, and in which such a
+#: thread has ended once it is told to: one that came back from the store while the interpreter ends would
+#: abort the process (status 134).
+STORE_S = 10.0
+ENDED_S = STORE_S + 5.0
 #: Kept alive as long as the process: the store's server lives in this object on the launcher's rank 0.
 _opened: list[Any] = []
 

@@ -18,12 +18,12 @@ from holmes_ext.runtime.adapt import learning
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
 from holmes_ext.runtime.session import Session
-from holmes_ext.runtime.start.store import connect
+from holmes_ext.runtime.start.store import STORE_S, connect
 from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime.watch.as_planned import Comparison
 from holmes_ext.runtime.watch.metrics import Metrics
 from holmes_ext.runtime.watch.nic_watch import NicWatch
-from holmes_ext.runtime.watch.watchdog import STORE_S, Watchdog
+from holmes_ext.runtime.watch.watchdog import Watchdog
 from holmes_ext.words import why
 
 #: How long telemetry waits for the others at the start, in seconds.

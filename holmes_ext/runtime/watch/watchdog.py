@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
+from holmes_ext.runtime.start.store import ENDED_S
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
@@ -32,8 +33,6 @@ STUCK_S = 1.0
 #: Floors that a step may take while the median is not known: the first ones compile, tune and make
 #: communicators.
 FIRST_FLOORS = 12
-#: Seconds that the store may take to answer.
-STORE_S = 10.0
 #: Operations that a rank tells of, the oldest first; lines in one job at most.
 _TOLD, LINES = 8, 20
 
@@ -180,7 +179,7 @@ class Watchdog:
         """Returns when the thread has ended: in the store while the interpreter ends it would abort (134)."""
         self._ended.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(STORE_S + 5.0)
+            self._thread.join(ENDED_S)
 
     def _run(self) -> None:
         while not self._ended.wait(self.pause_s):

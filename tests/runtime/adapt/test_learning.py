@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,9 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.adapt.learning import Learning
 from holmes_ext.runtime.adapt.window import Stage
 from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start import restart
 from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.runtime.start.rank import Request
 
 MICRO_BATCHES = 8
 
@@ -129,6 +132,54 @@ def test_a_rank_that_becomes_slow_is_told_with_what_a_restart_would_bring(job):
         one.step()
     one.slower = 3.0
     one.until(lambda: any("a restart with --holmes-partition 5,1 would take" in line for line in one.lines))
+
+
+def elastic(monkeypatch, one, restarts="3"):
+    """The ranks' launcher is torchrun's agent."""
+    for name, value in (("RESTART_COUNT", "0"), ("MAX_RESTARTS", restarts)):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    for rank in one.ranks:
+        rank.current.process = replace(rank.current.process, launcher="torchrun", agent_store=True)
+
+
+def test_a_job_starts_again_with_better_layers_after_its_next_checkpoint(job, monkeypatch):
+    monkeypatch.setattr(restart, "ALL_S", 0.01)  # one thread stands for all ranks
+    one = job((3, 3), 0.02, 900, restart="auto")
+    elastic(monkeypatch, one)
+    one.slower = 3.0
+    one.until(lambda: one.lines)
+    said = "the job starts again after its next checkpoint: a restart with --holmes-partition 5,1 would take"
+    assert said in one.lines[0] and len(one.lines) == 1
+    for _ in range(3):  # no checkpoint yet
+        one.step()
+    restart.saved()
+    for rank in one.ranks:
+        with pytest.raises(SystemExit) as ended:
+            rank.begin_step()
+        assert ended.value.code == restart.STATUS
+    store = one.ranks[0].current.store
+    layers, sizes = restart.left_layers(store)
+    request = Request(Options(restart="auto"))
+    options, (line,) = request.start_again(layers, sizes)
+    assert options.stage_layers == (5, 1) and request.sizes.pipeline == 2 and "5,1" in line
+
+
+def test_a_restart_that_nobody_would_do_is_told(job, monkeypatch):
+    one = job((3, 3), 0.02, 900, restart="auto")
+    elastic(monkeypatch, one, "0")
+    one.slower = 3.0
+    one.until(lambda: one.lines)
+    assert "5,1 would take" in one.lines[0] and "torchrun --max-restarts N does" in one.lines[0]
+
+
+def test_a_rank_whose_agent_will_not_start_it_again_keeps_the_job_running(job, monkeypatch):
+    one = job((3, 3), 0.02, 900, restart="auto")
+    elastic(monkeypatch, one)
+    one.ranks[3].current.process = replace(one.ranks[3].current.process, agent_store=False)
+    one.slower = 3.0
+    for _ in range(40):
+        one.step()
+    assert not one.lines and restart.left_layers(one.ranks[0].current.store) == ("", None)
 
 
 def test_tell_changes_nothing(job):

@@ -1,0 +1,105 @@
+"""What a job measured of itself in one scene, against other scenes: adapt.py's "ENGINE prediction".
+
+    one run at SEEN, which learns and writes its model (holmes report --write-model)
+    of each UNSEEN   predicted: the step of that run, and what other rates, micro-batches and layers change of
+                     its pipeline by the measured model; measured: a run of its own, which learns, too
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness import Row, tell
+
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab.compare import Variant
+from holmes_ext.options import Options
+from holmes_ext.patches.deepspeed.features import DEEPSPEED
+from holmes_ext.patches.megatron.features import MEGATRON
+from holmes_ext.plan.adapt import partition_s
+from holmes_ext.plan.build import build_plan, costs_of
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.profile import Profile, load_profile
+from holmes_ext.plan.rules import rules_of
+from holmes_ext.report.files import load
+
+TRAITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON}
+
+
+@dataclass(frozen=True)
+class Other:
+    """rate: times that at which an activation takes half a stage's time."""
+
+    rate: float = 2.0
+    micro_batches: int = 8
+    layers: tuple[int, ...] = (3, 3)
+
+    @property
+    def name(self) -> str:
+        return f"{self.rate:g} x half a stage's rate, {self.micro_batches} micro-batches, {self.layers}"
+
+
+SEEN = Other()
+UNSEEN = (Other(1.0), Other(0.5), Other(8.0), Other(micro_batches=16), Other(micro_batches=5),
+          Other(layers=(4, 2)), Other(1.0, 12, (4, 2)), Other(4.0, 6, (2, 4)))
+
+
+def pipeline_of(profile: Profile, files: dict[float, Path], engine: str, other: Other) -> float:
+    """Seconds of the pipeline's passes there, by the profile of a run at SEEN."""
+    options, rules = Options(), rules_of(TRAITS[engine], Options(), True)
+    job = RankModel.of_workload(profile.workload(), profile.sizes)
+    networks = [Network(site_from_spec(load_spec(files[rate]))) for rate in (SEEN.rate, other.rate)]
+    plan = build_plan(site_from_spec(load_spec(files[other.rate])), profile.sizes, options=options)
+    before, after = (
+        [edge.seconds(profile.activation_bytes) for edge in
+         Prices(network, job, rules).edges(network.placement(plan.nodes, profile.sizes))]
+        for network in networks
+    )
+    stages = [replace(stage, edge_s=max(0.0, stage.edge_s + now - then))
+              for stage, then, now in zip(profile.stages, (*before, 0.0), (*after, 0.0))]
+    there = replace(profile, stages=tuple(stages), micro_batches=other.micro_batches)
+    network = networks[1]
+    costs = costs_of(Prices(network, job, rules), network.placement(plan.nodes, profile.sizes), None, there,
+                     overlap=False)
+    return partition_s(costs, other.layers)
+
+
+def rows(name: str, engine: str, half_bps: float, write: Callable[[Path, float], Path],
+         variant: Callable[..., Variant], run: Callable[[Variant, int], float]) -> list[Row]:
+    """write(folder, rate): a cluster file; variant(name, file, *flags); run(variant, micro-batches): the
+    median step, once the plan has been learned."""
+    errors, found = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        files = {rate: write(folder, rate * half_bps) for rate in {one.rate for one in (SEEN, *UNSEEN)}}
+        tell(f"{name}: {SEEN.name}")
+        telemetry = folder / "telemetry"
+        seen = variant("seen", files[SEEN.rate], "--holmes-telemetry", str(telemetry))
+        seen_s = run(seen, SEEN.micro_batches)
+        model = next(one.model for one in load(telemetry).ranks if one.model is not None)
+        (folder / "model.json").write_text(json.dumps(model))
+        profile = load_profile(folder / "model.json")
+        base_s = pipeline_of(profile, files, engine, SEEN)
+        for other in UNSEEN:
+            tell(f"{name}: {other.name}")
+            layers = ("--holmes-sizes", "pipeline=2", "--holmes-partition", ",".join(map(str, other.layers)))
+            measured_s = run(variant("unseen", files[other.rate], *layers), other.micro_batches)
+            predicted_s = seen_s - base_s + pipeline_of(profile, files, engine, other)
+            errors.append(abs(predicted_s / measured_s - 1))
+            found += [Row.median(name, f"{other.name}: {what}", [seconds], "s", True)
+                      for what, seconds in (("predicted", predicted_s), ("measured", measured_s))]
+    spread = min(errors), max(errors)
+    return [
+        Row.of(name, "predicted step of unseen scenes, median error", statistics.median(errors), "of a step",
+               spread, True, "<= 0.02"),
+        Row.of(name, "the same, worst", max(errors), "of a step", spread, True, "<= 0.05"),
+        *found,
+    ]  # fmt: skip

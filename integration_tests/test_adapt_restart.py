@@ -1,0 +1,70 @@
+"""megatron-core under torchrun --max-restarts, one cluster a third as fast as the other, untold:
+after a checkpoint the job starts again with other layers, and goes on with stock's losses."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab import Lab
+from integration_tests.jobs import SCRIPTS, LabOf, full, said
+
+CLUSTER = """version = 1
+[ethernet]
+rate = "1Gb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "1Gb/s"
+nodes = ["a0"]
+[[cluster]]
+name = "b"
+kind = "roce"
+rate = "1Gb/s"
+nodes = ["b0"]
+"""
+STEPS = 16
+SIZE = "--layers 6 --hidden 64 --heads 2 --sequence 32 --micro-batch 1 --micro-batches 4 --pipeline 2"
+#: A layer takes 0.02 s forward and backward on cluster a.
+ACCELERATOR = {"flops": 5e8, "classes": ["TransformerLayer"], "layout": "sbh", "speed": {"b": 1 / 3}}
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    file = tmp_path_factory.mktemp("clusters") / "two.toml"
+    file.write_text(CLUSTER)
+    with Lab(load_spec(file)) as lab:
+        yield LabOf(file, lab)
+
+
+def torchrun(nodes, save, *flags, env=None, **options):
+    """The result of a job of two agents, and its losses by step."""
+    arguments = " ".join([str(save), SIZE, "--steps", str(STEPS), "--save-every", "4", "--log-file",
+                          str(save) + ".log", *flags])
+    command = (
+        f"exec {sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d "
+        f"--rdzv-id {save.name} --rdzv-endpoint $MASTER_ADDR:$MASTER_PORT --max-restarts 2 "
+        f"--monitor-interval 0.2 {SCRIPTS / 'resumes.py'} {arguments}"
+    )
+    result = nodes.lab.start(["sh", "-c", command], order=nodes.order, timeout=400, grace=30.0,
+                             env={"OMP_NUM_THREADS": "1", **(env or {})}, **options).wait()
+    assert result.returncode == 0, result.outputs
+    log = save.with_name(save.name + ".log").read_text().splitlines()
+    return result, {entry["step"]: entry["loss"] for entry in map(json.loads, log)}
+
+
+@full
+def test_a_job_starts_again_with_better_layers(two_nodes, tmp_path):
+    _, stock = torchrun(two_nodes, tmp_path / "stock", env={"GLOO_SOCKET_IFNAME": "eth0"})
+    result, losses = torchrun(two_nodes, tmp_path / "again", *two_nodes.holmes, "--holmes-restart", "auto",
+                              accelerator=ACCELERATOR)
+    text = "\n".join(said(result))
+    told = re.search(r"starts again after its next checkpoint: a restart with --holmes-partition (\d),(\d) "
+                     r"would take (0\.\d+) of a step", text)
+    assert told, result.outputs
+    assert int(told[1]) > int(told[2]) and float(told[3]) < 0.95
+    assert f"started again with --holmes-partition {told[1]},{told[2]}" in text, text
+    assert f"stages of {told[1]}+{told[2]} layers" in "".join(result.outputs.values())
+    assert losses == pytest.approx(stock, abs=1e-6) and set(losses) == set(range(1, STEPS + 1))

@@ -1,0 +1,48 @@
+"""Whether a GPU has room for another way to sum gradients."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from holmes_ext.plan.adapt_sums import SumChange
+from holmes_ext.plan.traffic import Reduction
+from holmes_ext.runtime.adapt.sums import SumWindow, fits
+from holmes_ext.runtime.session import DoneReduction
+
+SMALL, LARGE = Reduction(True, 10**6), Reduction(True, 10**8)
+GROWS, SHRINKS = ((SMALL,), (LARGE,)), ((LARGE,), (SMALL,))
+
+
+@pytest.mark.parametrize("ways, free, pieces, room", [
+    (GROWS, 10**9, False, True), (GROWS, 10**8, False, False), (GROWS, 10**9, True, False),
+    (SHRINKS, 0, True, True),
+])  # fmt: skip
+def test_buckets_that_grow_need_memory_that_is_there(monkeypatch, ways, free, pieces, room):
+    told = {"mem_get_info": (free, 10**10), "memory_reserved": 0, "max_memory_allocated": 0}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+
+    def empty(size, **_):
+        if pieces:
+            raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", empty)
+    recorder = SimpleNamespace(spans_on_device=True, device_index=0)
+    assert fits(SumChange(*ways, 1e9, 1.0, 0.5), recorder) == room
+
+
+@pytest.mark.parametrize("spans, reduction, exposed", [
+    ([], {"exposed": 0.3}, 0.3),  # the reducer's own figures
+    ([("reduce", 2.0, 2.5), ("backward", 0.0, 2.0)], {"bytes": 1}, 0.5),  # of a GPU: its compute stream's
+    ([("last bucket", 1.0, 1.4)], None, 1.6),  # DistributedDataParallel's backward pass ended
+])  # fmt: skip
+def test_what_the_program_waited_for_sums(spans, reduction, exposed):
+    done = DoneReduction(SMALL, 1e6, False, True, follows=True)
+    group = SimpleNamespace(ranks=(0, 1), description="", transport=SimpleNamespace(fabric="ethernet"))
+    op = SimpleNamespace(peer=None, group=group, name="all_reduce", payload=1e6, start=1.0, end=3.0,
+                         waited=0.0)
+    window = SumWindow(SimpleNamespace(reductions={(0, 1): done}), None)
+    window.step([op], spans, reduction)
+    report = window.report()
+    assert report["exposed"] == pytest.approx(exposed) and report["busy"] == {"ethernet": 2.0}
