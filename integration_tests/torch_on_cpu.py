@@ -3,7 +3,7 @@
 Imported at start-up in the environments of benchmarks/matrix.py, whose torch is of any version.
 
     torch.accelerator   a CUDA build says "cuda" where there is no GPU; fully_shard's own mesh would be there
-    fully_shard         2.6 and 2.7 average by ReduceOp.AVG, which gloo refuses, or takes for a sum; 2.6 to
+    fully_shard         2.6 to 2.8 average by ReduceOp.AVG, which gloo refuses, or takes for a sum; 2.6 to
                         2.9 want an event of torch.cpu.Stream, which gives none; 2.6 counts its copy of
                         gathered weights, on CPUs alone, as a change of what the backward pass needs
     torch's pipelining  2.6 and 2.7 forget all works of a batch but the last, and gloo a send whose work is
@@ -55,7 +55,7 @@ def _fully_shard(module):
             return copy(*args, out=out, **kwargs)
 
     version = torch.__version__[:4]
-    if version in ("2.6.", "2.7."):
+    if version in ("2.6.", "2.7.", "2.8."):
         module._get_gradient_divide_factors = divide_factors
     if version == "2.6.":
         torch.ops.fsdp.split_with_sizes_copy = copied
