@@ -88,7 +88,7 @@ def _construct(current, wrapped, instance, args, kwargs):
         _note(instance, way, two_levels=False, told=bool(reason))
         return
     if not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
-        kwargs = {**kwargs, "bucket_cap_mb": way.chunk_bytes / 2**20}
+        kwargs = {**kwargs, "bucket_cap_mb": sums.way.chunk_bytes / 2**20}
     wrapped(*args, **kwargs)
     _install(instance, Buckets(instance, two_level, sums))
     weakref.finalize(instance, sums.close).atexit = False

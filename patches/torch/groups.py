@@ -52,11 +52,11 @@ def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, glob
     if current.rank not in ranks:
         return wrapped(*group, *rest, **more)
     given = [more.pop(name) for name in ("backend_options", "pg_options") if name in more]
-    options, *rest = (*rest, *given) or (None,)
+    options, *after = (*rest, *given) or (None,)
     if "nccl" in backends(str(backend)).values():
-        options = _options(current, ranks, options, rest[0] if rest else more.get("timeout"))
+        options = _options(current, ranks, options, after[0] if after else more.get("timeout"))
     with gloo_interface(current.transport(ranks, "gloo")):
-        made = wrapped(*group, options, *rest, **more)
+        made = wrapped(*group, options, *after, **more)
     _record(current, str(more.get("group_desc") or group_name), ranks, backend_named(str(backend)), options)
     return made
 
