@@ -14,6 +14,7 @@ differs. What is reduced is the gradient where the optimizer reads it: deepspeed
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,6 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of
-from holmes_ext.runtime.groups.grid import tell
 
 #: engine -> its _Overlap, or None where its configuration is not supported.
 _overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDictionary()
@@ -131,8 +131,9 @@ def overlap_of(engine: Any) -> _Overlap | None:
         if reason and current is not None and "overlap" in current.options.required_features:
             what = "DeepSpeed's gradient reduction cannot be overlapped"
             raise HolmesError(f"--holmes-require overlap: {what}: {reason}")
-        if reason and current is not None:
-            tell(current, f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}")
+        if reason and engine.global_rank == 0:  # also where the patches are on without a session
+            text = f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}"
+            print(f"holmes: {text}", file=sys.stderr)
         ours = wanted[engine.stage_id] and not reason
         _overlaps[engine] = _Overlap(weakref.proxy(engine)) if ours else None
     return _overlaps[engine]
