@@ -9,6 +9,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.watch.failure import describe_failure
 
@@ -70,7 +71,7 @@ class Buckets:
                 raise HolmesError(self._failed(bucket.index(), error)) from error
             return flat if sent is flat else flat.copy_(sent)
 
-        return work.get_future().then(store)
+        return work.get_future().then(before_exit(store))
 
     def _follow(self) -> None:
         """A step's first bucket, on all ranks: the plan's way by now."""

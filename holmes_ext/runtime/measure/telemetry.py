@@ -25,6 +25,7 @@ from typing import Any
 
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.groups import kinds
+from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure.device_clock import DeviceClock
 from holmes_ext.runtime.measure.on_device import OnDevice
 from holmes_ext.runtime.measure.operations import GroupTraffic, Op
@@ -136,7 +137,7 @@ class Recorder:
         elif self.keeps and op.peer is None:
             try:
                 self._untold.add(op)
-                work.get_future().add_done_callback(lambda _: self._told(op))
+                work.get_future().add_done_callback(before_exit(lambda _: self._told(op)))
             except RuntimeError:  # gloo's reduce-scatter has none: it ends when it was waited for
                 self._untold.discard(op)
 

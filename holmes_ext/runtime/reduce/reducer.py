@@ -26,6 +26,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.buckets import UNDER_WAY
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Gradient, Item
@@ -275,7 +276,7 @@ class GradientReducer:
                 bucket.work = self._reduction(bucket)
         if self._side is None:
             bucket.work.get_future().add_done_callback(
-                lambda _: setattr(bucket, "done_at", time.perf_counter()))
+                before_exit(lambda _: setattr(bucket, "done_at", time.perf_counter())))
         self._next += 1
 
     def _store(self, bucket: FlatBucket) -> None:

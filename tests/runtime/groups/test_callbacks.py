@@ -1,0 +1,55 @@
+"""A thread of the backend that asks for an interpreter which ends would abort the process (status 134)."""
+
+import subprocess
+import sys
+
+import pytest
+
+#: A callback that asks for the interpreter all the time, for longer than it takes to end.
+PROGRAM = """
+import sys, time
+import torch
+import torch.distributed as dist
+from holmes_ext.runtime.groups.callbacks import before_exit
+
+def call(done):
+    for _ in range(600):
+        time.sleep(0.001)
+    return done.value()
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+future = dist.all_reduce(torch.ones(4), async_op=True).get_future()
+given = before_exit(call) if sys.argv[1] == "before_exit" else call
+getattr(future, sys.argv[2])(given)
+"""
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", PROGRAM, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("way", ["then", "add_done_callback"])
+def test_the_interpreter_waits_for_what_a_thread_of_gloo_calls(way):
+    result = run("before_exit", way)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 stops such threads")
+def test_it_would_abort():
+    """So the test above can fail."""
+    result = run("plain", "then")
+    assert result.returncode == -6 and "terminate called" in result.stderr
+
+
+def test_what_a_call_returns_and_raises_passes():
+    from torch.futures import Future
+
+    from holmes_ext.runtime.groups.callbacks import before_exit
+
+    future: Future = Future()
+    twice, broken = future.then(before_exit(lambda done: 2 * done.value())), future.then(before_exit(1.0.hex))
+    future.set_result(3)
+    assert twice.wait() == 6
+    with pytest.raises(RuntimeError):
+        broken.wait()
