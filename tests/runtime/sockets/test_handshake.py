@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import select
 import socket
 import ssl
 import subprocess
@@ -196,23 +197,18 @@ def test_whoever_ends_tls_in_between_is_found_out():
     def between(ours, theirs):
         to_listener, middle_listener = socket.socketpair()
 
-        def carry():
+        def carry():  # both ways in one thread: OpenSSL's connections are not made for two at once
             one = thief.contexts().server.wrap_socket(theirs, server_side=True)
             two = thief.contexts().client.wrap_socket(middle_listener)
-            pairs = ((one, two), (two, one))
-            threads = [threading.Thread(target=copy, args=each, daemon=True) for each in pairs]
-            for thread in threads:
-                thread.start()
-
-        def copy(source, target):
-            try:
-                while data := source.recv(4096):
-                    target.sendall(data)
-            except (OSError, ValueError):
-                pass
-            for end in (source, target):  # closed here, the other thread would write into what is opened next
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+            for end in (one, two):
+                end.setblocking(False)
+            with contextlib.suppress(OSError), one, two:
+                while True:
+                    for source in select.select([one, two], [], [])[0]:
+                        with contextlib.suppress(ssl.SSLWantReadError):  # a record of TLS's own
+                            if not (data := source.recv(65536)):
+                                return
+                            (two if source is one else one).sendall(data)
 
         threading.Thread(target=carry, daemon=True).start()
         return ours, to_listener
