@@ -62,9 +62,13 @@ def missing(row: Row) -> str:
     return f"set {variable} to a checkout" if variable and not os.environ.get(variable) else ""
 
 
+def folder_of(row: Row) -> Path:
+    return ROOT / "build" / "matrix" / re.sub(r"\W+", "-", row.name)
+
+
 def environment(row: Row, pip: list[str], slim: bool) -> Path:
     """The row's Python, made where it is not there."""
-    folder = ROOT / "build" / "matrix" / re.sub(r"\W+", "-", row.name)
+    folder = folder_of(row)
     python = folder / "bin" / "python"
     if (folder / "made").exists():
         return python
@@ -188,6 +192,7 @@ def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> 
 
 def next_versions(pip: list[str], slim: bool) -> int:
     """What no longer fits the newest of everything; 1 where something does not."""
+    shutil.rmtree(folder_of(NEXT), ignore_errors=True)  # what was newest when it was made
     python = environment(NEXT, pip, slim)
     found: dict[str, Any] = {}
     listed = run(NEXT, python, "-m", "pip", "list", "--format", "freeze").stdout
@@ -225,7 +230,7 @@ def main() -> int:
         if not open_parts or (lack := missing(row)):
             tell(f"{name}: {'made' if not open_parts else f'left out: {lack}'}")
             continue
-        there = (ROOT / "build" / "matrix" / re.sub(r"\W+", "-", name) / "made").exists()
+        there = (folder_of(row) / "made").exists()
         python = environment(row, shlex.split(args.pip), args.slim)
         for part in open_parts:
             begin = time.monotonic()
@@ -242,7 +247,7 @@ def main() -> int:
                 if args.json.resolve() == RESULTS:
                     matrix_table.write_pages(figures, about)
         if not (there or args.keep):
-            shutil.rmtree(python.parents[1])
+            shutil.rmtree(folder_of(row))
     return finish(figures, None, "Versions")
 
 
