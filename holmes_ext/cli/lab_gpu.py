@@ -42,8 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument("--gpu-memory", metavar="SIZE",
                      help='of each GPU (default: "16GiB"); what is used of it is this machine\'s')
     gpu.add_argument("--gpu-order", choices=("launched", "random"), default="launched",
-                     help="random: kernels start late at random, so that a missing wait gives wrong numbers; it is "
-                     "named, too")
+                     help="random: kernels start late at random, so that a missing wait gives wrong numbers, "
+                     "and is named")
     gpu.add_argument("--seed", type=int, default=0, metavar="S", help="of --gpu-order random (default: 0)")
     gpu.add_argument("--gpu-standstill", type=float, default=END_S, metavar="S",
                      help="end the job once no rank has moved on for S seconds though work waits in a stream "
