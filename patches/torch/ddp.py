@@ -125,7 +125,7 @@ def _sums(given: dict[str, Any]) -> Any:
     if not trained or any(isinstance(p, UninitializedParameter) for p in trained):
         return None
     size, device_type = sum(p.nbytes for p in trained), trained[0].device.type
-    return GroupSum(_group(given), size, device_type, None, None, None)
+    return GroupSum(_group(given), size, device_type, None, None, None, trained)
 
 
 def _group(given: dict[str, Any]) -> Any:

@@ -140,9 +140,8 @@ class Learning:
             item = self._steps.get()
             if item is None:
                 raise Stopped
-            if item[0] >= first:
+            if item[0] >= first and sums.step(*item[3:]):
                 window.step(*item[1:])
-                sums.step(*item[3:])
                 count += 1
         return {**window.report(), "sums": sums.report()}
 

@@ -18,6 +18,8 @@ from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s
 
+#: Describes the groups that clusters sum in while they are apart.
+APART = "apart"
 #: Part of the largest sum's bytes below which a sum is none of gradients.
 SMALL = 1 / 64
 
@@ -31,17 +33,22 @@ class SumWindow:
         self._done: DoneReduction | None = None
 
     def step(self, done: Sequence[Op], spans: Sequence[tuple[str, float, float]],
-             reduction: dict[str, Any] | None) -> None:
+             reduction: dict[str, Any] | None) -> bool:
+        """Whether it counts: not one in which a round of clusters that are apart came to its end."""
         ways = [(ranks, one) for ranks, one in self.current.reductions.items() if one.follows]
         launched = [end for kind, _, end in spans if kind == LAST_BUCKET]
         if not ways or (reduction is None and not launched):
-            return
+            return True
         ranks, self._done = max(ways, key=lambda pair: pair[1].bytes)
         flat = [op for op in done if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"]
         least = SMALL * max((op.payload for op in flat), default=0)
         ops = [op for op in flat if op.payload >= least]
         parts = (op for op in done if "two-level" in op.group.description)
         ops += [op for op in parts if set(op.group.ranks) <= set(ranks)]
+        if self._done.planned.apart:
+            if any(op not in flat or op.payload >= SMALL * self._done.bytes for op in ops):
+                return False
+            ops = [op for op in done if op.group.description == APART]
         by_network: dict[str, list[tuple[float, float]]] = {}
         for op in ops:
             by_network.setdefault(op.group.transport.fabric, []).append((op.start, op.end))
@@ -52,6 +59,7 @@ class SumWindow:
         else:
             exposed = reduction.get("exposed", waited_s(ops, spans))
         self._steps.append((seconds, exposed, busy))
+        return True
 
     def report(self) -> dict[str, Any] | None:
         """As plan/adapt_sums.py's Summed, medians; None where nothing here follows the plan."""
@@ -60,6 +68,7 @@ class SumWindow:
         seconds, exposed, busy = zip(*self._steps)
         return {
             "way": asdict(self._done.planned), "bytes": self._done.bytes,
+            "why_not_apart": self._done.why_not_apart, "round_s": self._done.round_s,
             "seconds": statistics.median(seconds), "exposed": statistics.median(exposed),
             "busy": {name: statistics.median(one.get(name, 0.0) for one in busy) for name in busy[-1]},
         }
