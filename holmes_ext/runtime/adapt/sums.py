@@ -20,6 +20,8 @@ from holmes_ext.units import union_s
 
 #: Describes the groups that clusters sum in while they are apart.
 APART = "apart"
+#: Three float32 of each weight of a fragment, in bytes of its gradient of 16 bits.
+WIDE = 6
 #: Part of the largest sum's bytes below which a sum is none of gradients.
 SMALL = 1 / 64
 
@@ -74,23 +76,26 @@ class SumWindow:
         }
 
 
-def fits(change: SumChange, recorder: Recorder) -> bool:
-    """Whether this rank's GPU has room for buckets and chunks that are larger than before: by what torch
-    tells, and by asking it for them once (memory in pieces, another program on the same GPU)."""
+def fits(change: SumChange, recorder: Recorder, fragments: int = 1) -> bool:
+    """Whether this rank's GPU has room for buckets and chunks that are larger than before, and for one of the
+    fragments that cross while clusters are apart: by what torch tells, and by asking it for them once (memory
+    in pieces, another program on the same GPU)."""
     if not recorder.spans_on_device:
         return True
     import torch
 
     pairs = zip(change.before, change.after)
-    more = max(after.bucket_bytes + after.chunk_bytes - before.bucket_bytes - before.chunk_bytes
-               for before, after in pairs)
+    more = UNDER_WAY * max(after.bucket_bytes + after.chunk_bytes - before.bucket_bytes - before.chunk_bytes
+                           for before, after in pairs)
+    if change.before[0].apart != change.after[0].apart:
+        more += WIDE * change.size / fragments
     device = recorder.device_index
     free, _ = torch.cuda.mem_get_info(device)
     room = MARGIN * (torch.cuda.memory_reserved(device) + free) - torch.cuda.max_memory_allocated(device)
-    if more <= 0 or UNDER_WAY * more > room:
+    if more <= 0 or more > room:
         return more <= 0
     try:
-        torch.empty(round(UNDER_WAY * more), dtype=torch.uint8, device=f"cuda:{device}")
+        torch.empty(round(more), dtype=torch.uint8, device=f"cuda:{device}")
     except torch.cuda.OutOfMemoryError:
         return False
     return True

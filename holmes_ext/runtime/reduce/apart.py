@@ -103,9 +103,8 @@ class ApartRounds:
         if self.algorithm.needs_gap and momentum is not None:
             squares = float(momentum @ momentum), float(gradient @ gradient)
         self.algorithm.step(fragment.anchor, momentum, gradient, self._mu, self.algorithm.gap_of(*squares))
-        local = fragment.local()
-        anchor = fragment.anchor.to(local.device)
-        fragment.write(self.algorithm.mixed(local, fragment.sent, anchor) if keep else anchor)
+        anchor = fragment.anchor.to(fragment.gradient.device)
+        fragment.write(self.algorithm.mixed(fragment.local(), fragment.sent, anchor) if keep else anchor)
         fragment.sent, fragment.gradient = None, torch.empty(0)
 
     def submitted(self) -> list[int]:
@@ -118,10 +117,9 @@ class ApartRounds:
         """All ranks have the anchors afterwards, the same bits."""
         for index in self.submitted():
             self.settle(index)
-        every = [self.capture() for _ in self.fragments]
-        for index in every:
+        for _ in self.fragments:
+            index = self.capture()
             self.submit(index)
-        for index in every:
             self.settle(index, keep=False)
 
 
@@ -186,10 +184,13 @@ class Apart:
         """That a sum of all weights across takes, by the last round; 0: there was none."""
         return self.rounds.seconds if self.rounds is not None else 0.0
 
-    def begin(self, total: Sum, ranks: Sequence[int]) -> None:
-        """From this step on gradients are a cluster's. total, ranks: see ApartRounds."""
+    def begin(self, total: Sum, ranks: Sequence[int], flat: Sum | None = None) -> None:
+        """From this step on gradients are a cluster's. total, ranks: see ApartRounds; flat: where replicas may
+        differ already, which sums a tensor over all of them."""
         assert self.settings is not None
         self.rounds, self._ends = ApartRounds(self.weights, total, ranks, self.settings), False
+        if flat is not None:
+            _average([one.anchor for one in self.rounds.fragments], self.weights[0].device, flat, sum(ranks))
 
     def end(self) -> None:
         """From this step on gradients are everybody's."""

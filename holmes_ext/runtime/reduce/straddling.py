@@ -92,9 +92,9 @@ class GroupSum:
         current = session.active()
         self.apart = Apart(weights, apart_settings(current.options) if current and way else None)
         self._cluster: Callable[[Any], Any] | None = None
-        self._go(way)
+        self._go(way, alike=False)
 
-    def _go(self, way: Reduction | None) -> None:
+    def _go(self, way: Reduction | None, alike: bool = True) -> None:
         whole = replace(way, apart=0) if way else None
         if whole not in self._made:
             self._made[whole] = two_level_for(self.group, self.size, whole, self.device_type)
@@ -102,17 +102,18 @@ class GroupSum:
         self.all_reduce = self._own or self.two_level or flat_all_reduce(self.group)
         self.count = len(self.ranks)
         if way is not None and way.apart:
-            self._go_apart()
+            self._go_apart(alike)
         else:
             self.apart.end()
 
-    def _go_apart(self) -> None:
-        """Gradients inside this cluster only, from now on."""
+    def _go_apart(self, alike: bool) -> None:
+        """Gradients inside this cluster only, from now on. alike: all replicas are."""
         clusters = session.require().plan.by_cluster(self.ranks).values()
         inside = next(ranks for ranks in clusters if dist.get_rank() in ranks)
         if self._cluster is None:
             self._cluster = flat_all_reduce(members_group(inside, APART))
-        self.apart.begin(self.all_reduce, [len(ranks) for ranks in clusters])
+        flat = None if alike else flat_all_reduce(self.group)
+        self.apart.begin(self.all_reduce, [len(ranks) for ranks in clusters], flat)
         self.two_level, self.all_reduce, self.count = None, self._cluster, len(inside)
 
     def follow(self) -> bool:
