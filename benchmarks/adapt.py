@@ -160,7 +160,7 @@ def nothing_to_gain(name: str, engine: str, repetitions: int) -> list[Row]:
 
 
 def trace(name: str, engine: str, runs: Runs) -> list[Row]:
-    scene = Scene(6, 64, 8, 0.1)
+    scene = Scene(6, 64, 8, 0.05)
     return adapt_trace.rows(name, _script(engine, scene), _accelerator(engine, scene), scene.half_bps, _file,
                             _variant, runs)
 

@@ -32,10 +32,10 @@ class Part:
     speed: float = 1.0
 
 
-TRACE = (Part(40, 4.0), Part(40, 1.0), Part(40, 0.5), Part(5, 0.5, link=False), Part(40, 4.0),
-         Part(20, 0.25), Part(30, 1.0, speed=0.5), Part(30, 1.0), Part(40, 2.0))
+TRACE = (Part(30, 4.0), Part(30, 1.0), Part(30, 0.5), Part(4, 0.5, link=False), Part(30, 4.0),
+         Part(15, 0.25), Part(20, 1.0, speed=0.5), Part(20, 1.0), Part(30, 2.0))
 #: More micro-batches in flight than 1F1B has.
-FIXED = ("off", "0", "1", "2", "4")
+FIXED = ("off", "0", "2", "4")
 
 
 def rows(name: str, script: Sequence[str], accelerator: dict[str, Any], half_bps: float,

@@ -96,7 +96,7 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     if not options.join:
         if options.outer and apart is None:
             raise HolmesError("--holmes-outer says how joined jobs update each other; give --holmes-join "
-                              "NAME@HOST:PORT too (or --holmes-apart)")
+                              "NAME@HOST:PORT or --holmes-apart too")
         return []
     settings, address, token = parse_outer(options.outer), parse_address(options.join), token_from(environ)
     port_range(options.join_ports, options.join_address, environ)

@@ -144,7 +144,7 @@ class _Since:
             return lambda: (self._end or time.perf_counter()) - self._at
         side, begun, ended = torch.cuda.Stream(), self._event, torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(side):
-            work.wait()
+            getattr(work, "arrived", work.wait)()
             ended.record()
         return lambda: begun.elapsed_time(ended) / 1e3
 
@@ -185,8 +185,8 @@ class Apart:
         return self.rounds.seconds if self.rounds is not None else 0.0
 
     def begin(self, total: Sum, ranks: Sequence[int], flat: Sum | None = None) -> None:
-        """From this step on gradients are a cluster's. total, ranks: see ApartRounds; flat: where replicas may
-        differ already, which sums a tensor over all of them."""
+        """From this step on gradients are a cluster's. total, ranks: see ApartRounds; flat: where replicas
+        may differ already, which sums a tensor over all of them."""
         assert self.settings is not None
         self.rounds, self._ends = ApartRounds(self.weights, total, ranks, self.settings), False
         if flat is not None:

@@ -13,6 +13,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 from holmes_ext.runtime.start.launcher import Process
@@ -116,7 +117,8 @@ class Reference:
             mean = sum(anchor - weights[place] for weights in sent) / 2
             self.algorithm.step(anchor, momentum, mean, self.algorithm.momentum_of([2, 2]))
             for weights, before in zip(self.halves(half), sent):
-                weights[place].copy_(anchor + weights[place] - before[place] if keep else anchor)
+                mixed = self.algorithm.mixed(weights[place], before[place], anchor)
+                weights[place].copy_(mixed if keep else anchor)
 
     @torch.no_grad()
     def back(self):
@@ -135,7 +137,7 @@ class Reference:
 
 @pytest.mark.parametrize("outer, kind, two_levels", [
     ("every=8,fragments=2,delay=1", "AdamW", True),
-    ("every=8,fragments=2,delay=1,algorithm=average", "SGD", False),
+    ("every=8,fragments=2,delay=1,algorithm=average,mix=0.5", "SGD", False),
 ])  # fmt: skip
 def test_clusters_go_apart_and_come_back(outer, kind, two_levels):
     reference = Reference(apart_settings(Options(apart="2", outer=outer)), kind)
@@ -157,3 +159,13 @@ def test_clusters_go_apart_and_come_back(outer, kind, two_levels):
 def test_what_only_joined_jobs_can_is_refused(outer, said):
     with pytest.raises(HolmesError, match=f"{said} is for jobs of --holmes-join"):
         apart_settings(Options(apart="2", outer=outer))
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"apart": "2", "adapt": "off"}, "--holmes-apart goes with --holmes-adapt on"),
+    ({"apart": "2", "join": "a@127.0.0.1:1"}, "not with --holmes-join"),
+    ({"outer": "every=8"}, "give --holmes-join .* or --holmes-apart too"),
+])  # fmt: skip
+def test_flags_that_do_not_go_together(given, said):
+    with pytest.raises(HolmesError, match=said):
+        training.request(Options(**given))
