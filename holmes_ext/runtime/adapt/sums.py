@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holmes_ext.plan.adapt_sums import SumChange
-from holmes_ext.plan.cost.buckets import UNDER_WAY
+from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime.adapt.window import MARGIN, waited_s
 from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
@@ -85,8 +85,8 @@ def fits(change: SumChange, recorder: Recorder, fragments: int = 1) -> bool:
     import torch
 
     pairs = zip(change.before, change.after)
-    more = UNDER_WAY * max(after.bucket_bytes + after.chunk_bytes - before.bucket_bytes - before.chunk_bytes
-                           for before, after in pairs)
+    more = max(after.bucket_bytes + after.chunk_bytes - before.bucket_bytes - before.chunk_bytes
+               for before, after in pairs) * BUCKETS_IN_FLIGHT
     if change.before[0].apart != change.after[0].apart:
         more += WIDE * change.size / fragments
     device = recorder.device_index
