@@ -28,7 +28,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.cluster.tcp import read_limits
 from holmes_ext.doctor import frameworks, nccl, variables
-from holmes_ext.doctor.allocation import allocated, check_nodes, srun
+from holmes_ext.doctor.allocation import allocated, check_nodes, for_srun, srun
 from holmes_ext.doctor.command import check_command
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.nics import check_hcas, check_machine, check_nics, rdma_limits
@@ -129,7 +129,7 @@ def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteS
     program += ["--check"] * args.check + ["--json"] * args.json + (["--", *words] if words else [])
     command = srun(os.environ, args.slurm, program)
     try:
-        return subprocess.run(command).returncode
+        return subprocess.run(command, env=for_srun(os.environ)).returncode
     except FileNotFoundError:
         raise HolmesError(
             "--slurm: there is no `srun` on this machine; run it on a login node of the Slurm cluster"
