@@ -13,6 +13,7 @@ from typing import Any
 from holmes_ext import banner, patches
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, options_from, parse_flags
+from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.command_line import arguments
@@ -133,7 +134,10 @@ def initialize_model_parallel() -> Callable[..., Any]:
 
 
 def asked_for(options: Options, argv: list[str]) -> Request:
-    """What the script's arguments and the options ask for; HolmesError where they say too little."""
+    """What the script's arguments and the options ask for; HolmesError where they say too little, and where
+    Python is free-threaded."""
+    if lack := without_gil():
+        raise HolmesError(f"{lack} (free-threaded), with which nobody tried holmes: {WITH_GIL}")
     engine = engine_of(describe(argv).framework, argv)
     request = Request(options, overlap=arguments.overlaps(options.overlap, argv), engine=engine)
     said = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None

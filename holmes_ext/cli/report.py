@@ -125,7 +125,7 @@ def _cells(summary: Summary) -> list[list[str]]:
 def _pair_cells(summary: Summary) -> list[list[str]]:
     """One row for each way from a cluster to another."""
     return [
-        [row.one, row.two, f"{row.sent / 1e6:.3f}", f"{row.exposed_s:.4f}",
+        [row.source, row.target, f"{row.sent / 1e6:.3f}", f"{row.exposed_s:.4f}",
          format_rate(row.achieved_bps) if row.achieved_bps else "-",
          format_rate(row.configured_bps) if 0 < row.configured_bps < 1e18 else "NICs",
          format_seconds(row.round_trip_s) if row.round_trip_s else "-"]

@@ -2,7 +2,7 @@
 flight.
 
     measured(plan, ...)    the plan with the job's own seconds in place of the model's and the networks'
-    Judge                  step after step: what to change, whether it
+    Evaluator              step after step: what to change, whether it
                            brought what was predicted, what to take back
 
 The price and the code are those of the start (plan/decisions.py, plan/cost/pipeline.py). Nothing flaps: a
@@ -70,7 +70,7 @@ class Change:
                        (self.in_flight, self.before))
         return f"{now} micro-batches in flight (were {before})"
 
-    def adapted(self, plan: Plan, carrier: str) -> Plan:
+    def adapted(self, plan: Plan, network_api: str) -> Plan:
         """`plan` as a job goes on with it."""
         known = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
         pairs = zip(known, self.forward_s, self.backward_s)
@@ -187,11 +187,11 @@ class Trials:
         return any(one.change.key == key and not differ(one.figures, figures) for one in self._refused)
 
 
-class Judge:
-    """Of one job. carrier: of its pipeline's groups."""
+class Evaluator:
+    """Of one job. network_api: of its pipeline's groups."""
 
-    def __init__(self, carrier: str, options: Options, engine: EngineTraits):
-        self.carrier, self.options, self.engine = carrier, options, engine
+    def __init__(self, network_api: str, options: Options, engine: EngineTraits):
+        self.network_api, self.options, self.engine = network_api, options, engine
         self.trials = Trials()
         self._left: tuple[float, ...] = ()  # loads that called for no change
 
@@ -208,7 +208,7 @@ class Judge:
     def _next(self, plan: Plan, step_s: float) -> Change | None:
         decided = self._decisions(plan)
         edges, _ = decided.edge_seconds()
-        now, figures = plan.traffic_of(self.carrier).in_flight, _figures(plan, edges)
+        now, figures = plan.traffic_of(self.network_api).in_flight, _figures(plan, edges)
         back = self.trials.end(figures, step_s)
         held = back.before if back is not None else decided.in_flight()
         sizes = plan.sizes
@@ -229,7 +229,7 @@ class Judge:
         self.trials.begin(change, figures, figures)
 
     def _decisions(self, plan: Plan) -> Decisions:
-        return decisions(plan, self.carrier, self.options, self.engine)
+        return decisions(plan, self.network_api, self.options, self.engine)
 
 
 def _figures(plan: Plan, edges: Sequence[float]) -> tuple[float, ...]:

@@ -1,4 +1,5 @@
-"""What a plan decides for the groups that one carrier carries: how gradients are summed, how stages send."""
+"""What a plan decides for the groups of one network API (verbs, sockets): how gradients are summed, how
+stages send."""
 
 from __future__ import annotations
 
@@ -33,24 +34,24 @@ LARGE_BYTES = float(2**30)
 
 
 class Decisions:
-    """site: the plan's networks as the carrier reaches them."""
+    """site: the plan's networks as the network API reaches them."""
 
-    def __init__(self, plan: Plan, carrier: str, site: Site, options: Options, engine: EngineTraits):
-        self.plan, self.carrier, self.options, self.engine = plan, carrier, options, engine
+    def __init__(self, plan: Plan, network_api: str, site: Site, options: Options, engine: EngineTraits):
+        self.plan, self.network_api, self.options, self.engine = plan, network_api, options, engine
         sizes = plan.sizes or Sizes().complete(plan.world_size)
         self.network = Network(site)
         self.placement = self.network.placement(plan.nodes, sizes)
-        rules = rules_of(engine, options, carrier == SOCKETS)
+        rules = rules_of(engine, options, network_api == SOCKETS)
         job = RankModel.of_workload(plan.workload, sizes)
         self.prices = Prices(self.network, replace(job, tied_bytes=LARGE_BYTES), rules)
 
     def traffic(self) -> Traffic:
         plan, transports = self.plan, dict[str, list[str]]()
         for kind, ranks in plan.groups():
-            transports.setdefault(kind, []).append(name_of(plan.fabric_of(ranks, self.carrier)))
+            transports.setdefault(kind, []).append(name_of(plan.fabric_of(ranks, self.network_api)))
         listed = {kind: same(tuple(names)) for kind, names in transports.items()}
         return self.with_order(
-            Traffic((self.carrier,), listed, self.reductions(), self.edges(), tied=self.tied())
+            Traffic((self.network_api,), listed, self.reductions(), self.edges(), tied=self.tied())
         )
 
     # ------------------------------------------------------------------- reductions
@@ -109,9 +110,9 @@ class Decisions:
         names = dict.fromkeys(name for own in both for name in own.ranks)
         routes = {frozenset(own.ranks): own.route for own in both}
         route, streams = next(iter(routes.values())), 1
-        if self.carrier == SOCKETS:
+        if self.network_api == SOCKETS:
             streams = max(own.streams(self.network, one.crossing) for own, one in zip(both, sums))
-        other = self.carrier == SOCKETS and len(routes) == 1 and route.algorithm != "direct"
+        other = self.network_api == SOCKETS and len(routes) == 1 and route.algorithm != "direct"
         return replace(
             planned, clusters=tuple(names), two_level_from=max(size for size in least if size is not None),
             chunk_bytes=int(min(own.chunk_bytes for own in both)), across=route if other else None,
@@ -138,17 +139,17 @@ class Decisions:
 
     def edges(self) -> tuple[Edge, ...]:
         """Of each stage to the next, and of the last to the first if that is another pair (interleaving)."""
-        plan, sizes, carrier, found = self.plan, self.plan.sizes, self.carrier, []
+        plan, sizes, network_api, found = self.plan, self.plan.sizes, self.network_api, []
         if sizes is None:
             return ()
-        world = name_of(plan.fabric_of(range(plan.world_size), carrier))
-        whole = {ranks: own_pairs(plan, ranks, carrier) for ranks in groups(sizes, "pipeline")}
+        world = name_of(plan.fabric_of(range(plan.world_size), network_api))
+        whole = {ranks: pairs_with_group(plan, ranks, network_api) for ranks in groups(sizes, "pipeline")}
         stages, slices = sizes.pipeline, self.prices.slices(self.placement)
         for stage in range(stages if stages > 2 else stages - 1):
             fabrics, own = [], []
             for ranks, pairs in whole.items():
                 pair = tuple(sorted((ranks[stage], ranks[(stage + 1) % stages])))
-                fabrics.append(name_of(plan.fabric_of(pair, carrier)))
+                fabrics.append(name_of(plan.fabric_of(pair, network_api)))
                 frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
                 own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
             pair = (stage, (stage + 1) % stages)
@@ -214,9 +215,9 @@ def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[
     return tuple(min(own + more * (own > 1), micro_batches) for own in range(stages, 0, -1))
 
 
-def more_bytes(plan: Plan, carrier: str = SOCKETS) -> tuple[float, ...]:
+def more_bytes(plan: Plan, network_api: str = SOCKETS) -> tuple[float, ...]:
     """That each stage keeps more than under 1F1B; () where nothing is known of the model's activations."""
-    traffic = plan.traffic_of(carrier)
+    traffic = plan.traffic_of(network_api)
     held = PassOrder.parse(traffic.passes).in_flight if traffic.passes else traffic.in_flight
     own = (min(one, plan.workload.micro_batches) for one in range(len(held), 0, -1))
     return tuple((one - least) * load.kept_bytes for one, least, load in zip(held, own, plan.loads))
@@ -229,9 +230,9 @@ def name_of(fabric: Fabric | None) -> str:
 # --------------------------------------------------------------------------- pairs of stages
 
 
-def own_pair(plan: Plan, pair: Sequence[int], over: Sequence[int], carrier: str) -> bool:
+def pair_needs_group(plan: Plan, pair: Sequence[int], over: Sequence[int], network_api: str) -> bool:
     """Whether two ranks that would send over `over` get a group: what they share is faster."""
-    return name_of(plan.fabric_of(pair, carrier)) != name_of(plan.fabric_of(over, carrier))
+    return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
 
 
 def adjacent_stages(ranks: Sequence[int]) -> list[tuple[int, int]]:
@@ -240,11 +241,11 @@ def adjacent_stages(ranks: Sequence[int]) -> list[tuple[int, int]]:
                    if len(set(pair)) > 1})
 
 
-def own_pairs(plan: Plan, ranks: Sequence[int], carrier: str) -> list[tuple[int, int]]:
+def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
     """The neighbours that get a group each where a framework sends batches over their pipeline group.
 
     All or none: NCCL makes a group's communicator among all its ranks at the first batch over it (where no
     device is bound), and a rank whose pairs all have their own would never come to it.
     """
-    pairs, over = adjacent_stages(ranks), name_of(plan.fabric_of(ranks, carrier))
-    return pairs if any(name_of(plan.fabric_of(pair, carrier)) != over for pair in pairs) else []
+    pairs, over = adjacent_stages(ranks), name_of(plan.fabric_of(ranks, network_api))
+    return pairs if any(name_of(plan.fabric_of(pair, network_api)) != over for pair in pairs) else []

@@ -47,8 +47,8 @@ class PairRow:
     has a part in it is exposed (mean), bits/s while anything was under way (traced steps; 0: not known),
     bits/s and seconds there and back that the plan reckons with (0: no link of its own)."""
 
-    one: str
-    two: str
+    source: str
+    target: str
     sent: float
     exposed_s: float
     achieved_bps: float

@@ -77,8 +77,9 @@ class Buckets:
         """A step's first bucket, on all ranks: the plan's way by now."""
         if self._sums.follow():
             self.all_reduce = self._sums.all_reduce
-        session.note_reduction(self._sums.ranks, self._sums.way, self._sums.size, overlap=True, follows=True,
-                               two_levels=self._sums.two_level is not None)
+        sums = self._sums
+        session.note_reduction(sums.ranks, sums.reduction, sums.size, overlap=True, follows=True,
+                               two_levels=sums.two_level is not None)
 
     def finish(self) -> None:
         """End what a pipeline's step has begun: DDP has gone on, and taken what it found in its buckets. On

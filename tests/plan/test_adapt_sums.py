@@ -7,7 +7,7 @@ import pytest
 from clusters import site
 
 from holmes_ext.options import Options
-from holmes_ext.plan.adapt_sums import SumJudge, Summed, in_two_levels, measured_networks
+from holmes_ext.plan.adapt_sums import SumEvaluator, Summed, in_two_levels, measured_networks
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.decide import decisions
 from holmes_ext.plan.engine import EngineTraits
@@ -24,22 +24,22 @@ def plan_of(ethernet, fast="1.2Gb/s", processes=4):
     return build_plan(clusters, Sizes(), options=OPTIONS)
 
 
-def summed(plan, slower=1.0, way=None):
+def summed(plan, slower=1.0, reduction=None):
     """The sums of a job on whose Ethernet all takes `slower` times what the plan's rate says."""
-    (way,) = (way,) if way is not None else plan.traffic_of("sockets").reductions
+    (reduction,) = (reduction,) if reduction is not None else plan.traffic_of("sockets").reductions
     decided = decisions(replace(plan, workload=replace(plan.workload, gradient_bytes=SIZE)), *KNOWN)
     (sums,) = decided.prices.sums(decided.placement, 0)
-    if in_two_levels(way, SIZE):
+    if in_two_levels(reduction, SIZE):
         busy = {"ethernet": slower * sums.both.across.seconds(SIZE)}
         seconds = max(*busy.values(), sums.both.inside.seconds(SIZE))
     else:
         busy = {"ethernet": slower * sums.flat.seconds(SIZE)}
         seconds = busy["ethernet"]
-    return [Summed(way, SIZE, seconds, seconds, busy)]
+    return [Summed(reduction, SIZE, seconds, seconds, busy)]
 
 
-def judge():
-    return SumJudge(*KNOWN)
+def evaluator():
+    return SumEvaluator(*KNOWN)
 
 
 def test_a_network_is_as_fast_as_the_sums_on_it():
@@ -51,7 +51,7 @@ def test_a_network_is_as_fast_as_the_sums_on_it():
 
 
 def test_one_ring_becomes_two_levels_where_ethernet_is_slower_than_told():
-    plan, own = plan_of("1Gb/s"), judge()
+    plan, own = plan_of("1Gb/s"), evaluator()
     slow = summed(plan, 20)
     change = own.next(plan, slow, 2.5 + slow[0].seconds)
     assert in_two_levels(change.after[0], SIZE) and not in_two_levels(change.before[0], SIZE)
@@ -67,14 +67,14 @@ def test_one_ring_becomes_two_levels_where_ethernet_is_slower_than_told():
 
 def test_what_was_told_rightly_changes_nothing():
     for ethernet in ("1Gb/s", "20Mb/s"):
-        plan, own = plan_of(ethernet), judge()
+        plan, own = plan_of(ethernet), evaluator()
         for _ in range(4):
             right = summed(plan)
             assert own.next(plan, right, 2.5 + right[0].seconds) is None
 
 
 def test_two_levels_become_one_ring_where_ethernet_is_faster_than_told():
-    plan, own = plan_of("50Mb/s", fast="150Mb/s", processes=1), judge()
+    plan, own = plan_of("50Mb/s", fast="150Mb/s", processes=1), evaluator()
     assert plan.traffic_of("sockets").reductions[0].clusters
     fast = summed(plan, 1 / 50)
     change = own.next(plan, fast, fast[0].seconds + 0.1)
@@ -82,13 +82,13 @@ def test_two_levels_become_one_ring_where_ethernet_is_faster_than_told():
 
 
 def test_what_brings_nothing_is_taken_back_and_not_tried_again():
-    plan, own = plan_of("1Gb/s"), judge()
+    plan, own = plan_of("1Gb/s"), evaluator()
     slow = summed(plan, 20)
     step_s = 2.5 + slow[0].seconds
     change = own.next(plan, slow, step_s)
     own.taken(change, plan, slow)
     after = change.adapted(plan, "sockets")
-    same = [replace(slow[0], way=change.after[0])]
+    same = [replace(slow[0], reduction=change.after[0])]
     back = own.next(after, same, step_s)
     assert back.back and back.after == change.before
     own.taken(back, after, same)
@@ -101,4 +101,4 @@ def test_what_brings_nothing_is_taken_back_and_not_tried_again():
 def test_a_sum_that_the_backward_pass_hides_is_left():
     plan = plan_of("1Gb/s")
     hidden = [replace(summed(plan, 20)[0], exposed_s=0.0)]
-    assert judge().next(plan, hidden, 20.0) is None
+    assert evaluator().next(plan, hidden, 20.0) is None

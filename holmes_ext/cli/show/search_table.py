@@ -69,7 +69,7 @@ def split_text(split: Sequence[int]) -> str:
 
 def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch]) -> None:
     """Print all of it."""
-    screen, network, best, yours = Screen(), result.network, result.best, result.user_layout
+    screen, network, best, user_layout = Screen(), result.network, result.best, result.user_layout
     job.show(screen)
     _table(screen, result, ranked(result, args.rows))
     if result.interrupted:
@@ -92,9 +92,9 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
     if args.explain:
         for line in explain(result):
             screen.line(line)
-    if yours:
+    if user_layout:
         screen.line("your layout: add to your command line", "bold")
-        screen.line(f"  {shlex.join(added(yours, args.cluster, ''))}")
+        screen.line(f"  {shlex.join(added(user_layout, args.cluster, ''))}")
     _show_launches(screen, starts)
     if not args.output:
         screen.line("the job orders its nodes when it starts; --output plan.json fixes what is shown")
@@ -102,14 +102,14 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
 
 def show_given(result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]) -> None:
     """The user's layout alone, of a search's result that has only it: its row, seconds, memory and flags."""
-    screen, yours = Screen(), result.best
-    _table(screen, result, [("yours", yours, result)])
-    for line in (*edge_lines(result, yours), *thin_stages(result, yours)):
+    screen, user_layout = Screen(), result.best
+    _table(screen, result, [("yours", user_layout, result)])
+    for line in (*edge_lines(result, user_layout), *thin_stages(result, user_layout)):
         screen.line(line)
     _show_why(screen, result)
     asked = sizes_given(args) or not args.command  # else the command line has its sizes
     screen.line("flags of holmes:" if asked else "your layout: add to your command line", "bold")
-    screen.line(f"  {shlex.join(added(yours, args.cluster, args.output or ''))}")
+    screen.line(f"  {shlex.join(added(user_layout, args.cluster, args.output or ''))}")
     if asked:
         _show_launches(screen, starts)
 
@@ -161,10 +161,10 @@ def row_cells(name: str, one: Candidate, result: SearchResult) -> tuple[str, ...
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     """Seconds by cause, of the best plan, the user's layout, and stock with its sizes (or as that layout
     runs)."""
-    yours = result.user_layout
+    user_layout = result.user_layout
     found = {"holmes": causes(result, result.best)}
-    found |= {"yours": causes(result, yours)} if yours and yours is not result.best else {}
-    return found | {"stock": causes(*stock_like(result, yours or result.best))}
+    found |= {"yours": causes(result, user_layout)} if user_layout and user_layout is not result.best else {}
+    return found | {"stock": causes(*stock_like(result, user_layout or result.best))}
 
 
 def _show_why(screen: Screen, result: SearchResult) -> None:
@@ -177,9 +177,9 @@ def _show_why(screen: Screen, result: SearchResult) -> None:
 
 def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     """reasons(), by what a reader calls them."""
-    yours, alone = result.user_layout, result.user_layout is result.best
+    user_layout, alone = result.user_layout, result.user_layout is result.best
     names = {"holmes": "your layout" if alone else "this plan", "yours": "your layout",
-             "stock": "your layout, stock" if yours else "stock, same sizes"}
+             "stock": "your layout, stock" if user_layout else "stock, same sizes"}
     return {names[who]: seconds for who, seconds in reasons(result).items()}
 
 
@@ -196,11 +196,11 @@ def why_table(result: SearchResult) -> tuple[str, list[str], list[tuple[str, ...
 
 def why_lines(result: SearchResult) -> list[str]:
     """What the plan is worth against stock, and what it takes of the memory."""
-    best, yours, alone = result.best, result.user_layout, result.user_layout is result.best
+    best, user_layout, alone = result.best, result.user_layout, result.user_layout is result.best
     total, *others, before = (sum(causes.values()) for causes in reasons(result).values())
     stock = "the launcher's order, all traffic on the network that all nodes share, layers "
-    stock += "as yours" if yours else "even"
-    whose = "your layout as stock runs it" if yours and not alone else "stock"
+    stock += "as yours" if user_layout else "even"
+    whose = "your layout as stock runs it" if user_layout and not alone else "stock"
     lines = [f"{before / total:.2f} x {whose} ({stock})",
              *(f"{other / total:.2f} x your layout with holmes" for other in others[:1])]
     if not alone and (least := best_stock(result)):
@@ -211,10 +211,11 @@ def why_lines(result: SearchResult) -> list[str]:
     of = "" if limit == inf else f" of {format_bytes(limit)}"
     terms = _terms(memory_terms(result, best))
     lines.append(f"memory of the fullest stage: {format_bytes(best.memory_bytes[stage])}{of} ({terms})")
-    if yours and not yours.fits:
-        stage = _fullest(yours)
-        needs, has = (format_bytes(each) for each in (yours.memory_bytes[stage], yours.limit_bytes[stage]))
-        what = f"stage {stage} needs {needs} of {has} ({_terms(memory_terms(result, yours))})"
+    if user_layout and not user_layout.fits:
+        stage = _fullest(user_layout)
+        needs = format_bytes(user_layout.memory_bytes[stage])
+        has = format_bytes(user_layout.limit_bytes[stage])
+        what = f"stage {stage} needs {needs} of {has} ({_terms(memory_terms(result, user_layout))})"
         lines.append(f"{DOES_NOT_FIT}: {what}")
     return lines
 

@@ -18,7 +18,7 @@ LARGEST_BYTES = 256 * 2**20
 LATENCY_SHARE = 0.1
 #: Buckets on a GPU that have memory of their own at once (filled, reduced, on two levels in three steps,
 #: stored): the reducer fills no other before the first is stored.
-UNDER_WAY = 4
+BUCKETS_IN_FLIGHT = 4
 
 
 def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = LATENCY_SHARE) -> int:
@@ -33,7 +33,7 @@ def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = 
 def buffer_bytes(gradient_bytes: float) -> float:
     """At most, of the buckets of a rank that reduces so many bytes. (Gradients that travel as they are need
     less: they become views. A larger gradient than the limit counts as LARGEST_BYTES.)"""
-    return min(gradient_bytes, UNDER_WAY * LARGEST_BYTES)
+    return min(gradient_bytes, BUCKETS_IN_FLIGHT * LARGEST_BYTES)
 
 
 def cut(

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holmes_ext.plan.adapt_sums import SumChange
-from holmes_ext.plan.cost.buckets import UNDER_WAY
+from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime.adapt.window import MARGIN, waited_s
 from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
@@ -78,10 +78,10 @@ def fits(change: SumChange, recorder: Recorder) -> bool:
     device = recorder.device_index
     free, _ = torch.cuda.mem_get_info(device)
     room = MARGIN * (torch.cuda.memory_reserved(device) + free) - torch.cuda.max_memory_allocated(device)
-    if more <= 0 or UNDER_WAY * more > room:
+    if more <= 0 or BUCKETS_IN_FLIGHT * more > room:
         return more <= 0
     try:
-        torch.empty(round(UNDER_WAY * more), dtype=torch.uint8, device=f"cuda:{device}")
+        torch.empty(round(BUCKETS_IN_FLIGHT * more), dtype=torch.uint8, device=f"cuda:{device}")
     except torch.cuda.OutOfMemoryError:
         return False
     return True

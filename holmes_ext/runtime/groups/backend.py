@@ -63,7 +63,7 @@ def timeout_of(group: Any) -> timedelta | None:
     return getattr(options_of(group), "_timeout", None)
 
 
-def carrier_of(backend: str) -> str:
+def network_api_of(backend: str) -> str:
     """What of a node's ports the backend can use, "verbs" or "sockets"; "" where it finds its networks itself
     (UCC, MPI: for all groups of a process alike). torch's "fake" stands for NCCL."""
     return {"nccl": VERBS, "fake": VERBS, "gloo": SOCKETS}.get(backend, "")

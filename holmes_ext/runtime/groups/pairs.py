@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from holmes_ext.plan.decide import own_pairs
+from holmes_ext.plan.decide import pairs_with_group
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks, timeout_of
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of, timeout_of
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.groups.transport import settings_of
 
@@ -29,9 +29,9 @@ def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
 
     All ranks of `group` call it; a pair is made by its two ranks alone, in one order everywhere.
     """
-    ranks, carrier = tuple(group_ranks(group)), carrier_of(backend_of(group))
+    ranks, network_api = tuple(group_ranks(group)), network_api_of(backend_of(group))
     made: dict[int, Any] = {}
-    for pair in own_pairs(current.plan, ranks, carrier) if carrier and len(ranks) > 2 else ():
+    for pair in pairs_with_group(current.plan, ranks, network_api) if network_api and len(ranks) > 2 else ():
         if current.rank in pair:
             made[pair[current.rank == pair[0]]] = pair_group(pair, "pipeline pair", group)
     return made

@@ -68,6 +68,17 @@ class FrameworkAdapter:
     refusal: Callable[[OuterSettings], str | None] = lambda settings: None
 
 
+def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: bool) -> str | None:
+    """Why a job cannot join whose stages (weights that are tied) or tensor-parallel ranks have copies."""
+    if tied and sizes["pipeline"] > 1 and settings.fragments > 1:
+        return ("weights are tied over pipeline stages, whose copies must be updated together; "
+                "give fragments=1")
+    if sizes["pipeline"] * sizes["tensor"] > 1 and settings.rounds_by_blocks:
+        return ("copies of a weight on several stages or tensor-parallel ranks would be rounded differently; "
+                "give compress=bf16")
+    return None
+
+
 @dataclass
 class _Job:
     """rank 0 tells. saved: outer state and its source, until the job begins; shared: the data are."""

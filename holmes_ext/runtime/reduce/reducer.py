@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.buckets import UNDER_WAY
+from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.callbacks import before_exit
@@ -200,7 +200,7 @@ class GradientReducer:
         )  # fmt: skip
         how = {"two_levels": self._sum.two_level is not None, "overlap": self.armed,
                "follows": self._all_owners is None}
-        session.note_reduction(self.ranks, self._sum.way, self.times.bytes, **how)
+        session.note_reduction(self.ranks, self._sum.reduction, self.times.bytes, **how)
         self._step += 1
         if self.armed and self._expected is None:
             self._learn()
@@ -267,8 +267,8 @@ class GradientReducer:
         """Copy the next bucket's gradients into its buffer and start its reduction."""
         bucket = self._buckets[self._next]
         with self._side.after(bucket.ready) if self._side is not None else nullcontext():
-            if self._side is not None and self._next >= UNDER_WAY:
-                self._store(self._buckets[self._next - UNDER_WAY])
+            if self._side is not None and self._next >= BUCKETS_IN_FLIGHT:
+                self._store(self._buckets[self._next - BUCKETS_IN_FLIGHT])
             bucket.fill(self._parameters, self._gradient, self._divisors[0])
             if self._next == 0:
                 self._started_at = time.perf_counter()

@@ -15,7 +15,7 @@ from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.adapt import learning
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
@@ -45,18 +45,18 @@ def two_level_for(group: dist.ProcessGroup, size: int, reduction: Reduction | No
     """For all-reduces of about `size` bytes in `group`; None: use torch's. Collective."""
     if reduction is None or not reduction.clusters or size < reduction.two_level_from:
         return None
-    carrier = carrier_of(backend_of(group, device_type))
-    return two_level_of(dist.get_process_group_ranks(group), reduction, carrier)
+    network_api = network_api_of(backend_of(group, device_type))
+    return two_level_of(dist.get_process_group_ranks(group), reduction, network_api)
 
 
-def two_level_of(ranks: Sequence[int], reduction: Reduction, carrier: str,
+def two_level_of(ranks: Sequence[int], reduction: Reduction, network_api: str,
                  purpose: str = "two-level") -> TwoLevel | None:
-    """For `ranks` and their `carrier`; None: all are in one cluster. purpose: describes the groups."""
+    """For `ranks` and their `network_api`; None: all are in one cluster. purpose: describes the groups."""
     parts = session.require().plan.by_cluster(ranks)
     clusters = list(parts.values())
     if len(clusters) < 2:
         return None
-    if carrier != SOCKETS:
+    if network_api != SOCKETS:
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             tell(session.require(), _ONE_QUEUE, once=_ONE_QUEUE)
         return TwoLevelCollectives(
@@ -80,26 +80,26 @@ class GroupSum:
         self.group, self.size, self.device_type, self._own = group, size, device_type, all_reduce
         self.ranks, self._given = tuple(dist.get_process_group_ranks(group)), bucket_bytes
         self.backend = backend_of(group, device_type)
-        self.carrier = carrier_of(self.backend)
+        self.network_api = network_api_of(self.backend)
         self._made: dict[Reduction | None, TwoLevel | None] = {}
         self._go(None if all_reduce else planned(group, size, compress, device_type))
 
-    def _go(self, way: Reduction | None) -> None:
-        if way not in self._made:
-            self._made[way] = two_level_for(self.group, self.size, way, self.device_type)
-        self.way, self.two_level = way, self._made[way]
+    def _go(self, reduction: Reduction | None) -> None:
+        if reduction not in self._made:
+            self._made[reduction] = two_level_for(self.group, self.size, reduction, self.device_type)
+        self.reduction, self.two_level = reduction, self._made[reduction]
         self.all_reduce = self._own or self.two_level or flat_all_reduce(self.group)
 
     def follow(self) -> bool:
         """A step begins, on all ranks: whether the plan has another way by now, which is taken."""
         current = session.active()
-        if current is None or self.way is None or not self.carrier:
+        if current is None or self.reduction is None or not self.network_api:
             return False
-        learning.begin_sums(current, self.ranks, self.carrier, self)
-        way = current.decided_again(self.ranks, self.backend)
-        if way is None or way == self.way or way.compress != self.way.compress:
+        learning.begin_sums(current, self.ranks, self.network_api, self)
+        reduction = current.decided_again(self.ranks, self.backend)
+        if reduction is None or reduction == self.reduction or reduction.compress != self.reduction.compress:
             return False
-        self._go(way)
+        self._go(reduction)
         return True
 
     def bucket_bytes(self, fabric: Fabric | None) -> int:
@@ -109,8 +109,8 @@ class GroupSum:
                 way_out = "give a number of bytes above 0, or None"
                 raise HolmesError(f"GradientReducer: bucket_bytes is {self._given!r}; {way_out}")
             return self._given
-        if self.way is not None:
-            return self.way.chunk_bytes if self.two_level is not None else self.way.bucket_bytes
+        if self.reduction is not None:
+            return self.reduction.chunk_bytes if self.two_level is not None else self.reduction.bucket_bytes
         if isinstance(self.all_reduce, TwoLevel):  # the caller's own
             return self.all_reduce.chunk_bytes
         return bucket_bytes_of(fabric, len(self.ranks), self.size) if fabric else flat_bucket.DEFAULT_BYTES

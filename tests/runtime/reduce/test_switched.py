@@ -11,7 +11,7 @@ from ranks import run_ranks, seeded
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import CARRIERS
+from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 from holmes_ext.runtime.start.launcher import Process
@@ -40,7 +40,7 @@ def trained(rank, changes, arms):
 
     def adopt(new):
         traffic = tuple(replace(one, reductions=(new,)) for one in plan.traffic)
-        assert {carrier for one in traffic for carrier in one.carriers} == set(CARRIERS)
+        assert {network_api for one in traffic for network_api in one.network_apis} == set(NETWORK_APIS)
         current.adopt(plan.sizes, replace(plan, traffic=traffic), sums=True)
 
     adopt(way)
