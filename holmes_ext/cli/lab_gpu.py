@@ -147,13 +147,13 @@ def without_holmes(command: Sequence[str]) -> list[str]:
     return kept
 
 
-def show(runs: Sequence[GpuRun], found: Libraries) -> None:
+def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
     """On standard error: standard output is the ranks'."""
     screen = Screen(stderr=True)
     for run in runs:
         show_hang(run.hang)
     named = len(runs) > 1
-    versions = f"emulated GPU, torch {found.torch.version}, NCCL {found.source.name}"
+    versions = f"emulated GPU, torch {libraries.torch.version}, NCCL {libraries.source.name}"
     rows = [[run.name * named, group.group or "-", str(len(group.ranks)), str(len(group.ranks[0])),
              str(group.nodes),
              group.network, " ".join(group.nics)] for run in runs for group in run.groups]  # fmt: skip
