@@ -7,8 +7,10 @@ from test_docs import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import matrix_table  # noqa: E402
 import tables  # noqa: E402
 from harness import Row, Runs, finish, kept, write  # noqa: E402
+from matrix_rows import ROWS  # noqa: E402
 
 
 @pytest.mark.parametrize("busy, met, status, said", [
@@ -44,3 +46,16 @@ def test_a_benchmark_that_was_cut_short_goes_on_where_it_was(tmp_path, capsys):
     assert again.of("west, seed 1", run(4.5)) is None and made == [2.5]
     assert "left out, 1e-09 minutes are over: west, seed 1" in capsys.readouterr().err
     assert Runs(tmp_path / "runs.json").of("west, seed 1", run(4.5)) == {"loss": 4.5}
+
+
+def test_tables_of_versions_have_no_column_of_dashes():
+    told = matrix_table.FEW[-1]
+    made = [matrix_row(told, "features on", 13), matrix_row(told, "tests passed", 7)]
+    head, _, *lines = matrix_table.table("few", made, {told: {"parts": {"check": "2026-11-24"}}}).split("\n")
+    assert [cell.strip() for cell in head.split("|")[1:-1]] == ["", "features on", "tests passed", "date"]
+    assert lines == [f"| {told} | 13 | 7 | 2026-11-24 |"] and set(matrix_table.FEW) <= set(ROWS)
+    assert len(matrix_table.FEW) <= 10 and matrix_table.table("few", [], {}) == "None has been made yet."
+
+
+def matrix_row(scene, metric, value):
+    return Row.of(scene, metric, value, "", (value, value), False, "")

@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError("holmes demo: --gpu and --joined are two demos; leave one out")
     needed = ("torch", "matplotlib", *(() if args.joined else ("deepspeed",)))
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise HolmesError(
-            f"holmes demo needs {', '.join(missing)}: `make demo` in a clone installs all of it")
+        raise HolmesError(f"holmes demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if args.joined:
         return joined_demo.run(args.json, max(args.steps, 160), args.output)
     if args.repetitions < 1 or args.steps < 6:

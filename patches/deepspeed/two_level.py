@@ -50,8 +50,6 @@ _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 #: The engine that sums tied gradients now.
 _engine: Any = None
-#: group of the ranks that share a weight -> its sum in two levels; None where the engine's own stays.
-tied_sums: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _average(wrapped, instance, args, kwargs):
@@ -159,11 +157,9 @@ def _all_reduce_tied(wrapped, instance, args, kwargs):
     if _engine is None or current is None:
         return wrapped(*args, **kwargs)
     tensor, group = given["tensor"], given.get("group")
-    if group not in tied_sums:
-        from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
+    from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
 
-        tied_sums[group] = tied_sum_of(group, engine_sizes(current, _engine), tensor.device.type)
-    tied_sum = tied_sums[group]
+    tied_sum = tied_sum_of(group, engine_sizes(current, _engine), tensor.device.type)
     if tied_sum is None or not tied_sum.takes(tensor):
         return wrapped(*args, **kwargs)
     tied_sum(tensor, tied_sum.twins)

@@ -291,10 +291,10 @@ def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, found: Subset
                Column("sizes", wrap=12, drop=2), Column("stages", wrap=10, drop=1))
     screen.table(columns, rows, f"{args.nodes} of the {sum(len(c.nodes) for c in spec.clusters)} nodes"
                                 f"{' that are idle' if args.idle else ''} in {spec.source}")
-    looked = f"{len(found.found)} subsets were looked at" + (", all that there are" if found.complete else "")
+    looked = f"subsets looked at: {len(found.found)}" + (", all that there are" if found.complete else "")
     verdict = "the first is the best of all" if found.proven else (
-        f"none is more than {found.gap:.1%} better than the first (by the closed form; simulated in the "
-        f"table)")
+        f"none is more than {found.gap:.1%} better than the first (in closed form; the table's steps are "
+        f"simulated); --seconds S searches longer")
     screen.line(f"{looked}; {verdict}", "dim")
     screen.line("\nfor sbatch, as one job:", "bold")
     print(_written("sbatch", parts[0], features), end="")

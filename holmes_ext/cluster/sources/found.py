@@ -115,7 +115,7 @@ def completed(
     known = [cluster.name for cluster in clusters]
     for name in (*kinds, *rates):
         if name not in known:
-            raise HolmesError(f"no cluster {name!r} was found; there are {some_of(known)}")
+            raise HolmesError(f"no cluster {name!r} was found; there are {some_of(known) or 'no new ones'}")
     for name, kind in kinds.items():
         if kind not in KINDS:
             raise HolmesError(f"kind of cluster {name!r}: {kind!r} is not one of {', '.join(KINDS)}")

@@ -14,6 +14,7 @@ each.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -46,9 +47,18 @@ class TiedSum:
         self._all_reduce(gradient.view(-1).div_(divisor)).wait()
 
 
+#: group of the ranks that share a weight -> its sum in two levels; None where the engine's own stays.
+made: weakref.WeakKeyDictionary[Any, TiedSum | None] = weakref.WeakKeyDictionary()
+
+
 def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
-    """For `group`, whose ranks share a weight; None: the plan leaves it to the engine. Collective over both
-    stages, and alike on all."""
+    """Of `made`; new ones are collective over both stages, and alike on all."""
+    if group not in made:
+        made[group] = _tied_sum(group, sizes, device_type)
+    return made[group]
+
+
+def _tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     current, network_api = session.active(), network_api_of(backend_of(group, device_type))
     if current is None or not network_api:
         return None

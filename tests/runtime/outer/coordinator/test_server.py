@@ -249,9 +249,8 @@ def test_a_connection_speaks_for_its_own_job_alone():
     with serving() as (server, told):
         east = job("east", server.port)
         east.ask("enter", {}, soon())
-        thief = CoordinatorClient(
-            "east", "127.0.0.1", server.port, Credentials(TOKEN), hello, east.incarnation
-        )
+        thief = CoordinatorClient("east", "127.0.0.1", server.port, Credentials(TOKEN), hello)
+        thief.incarnation = east.incarnation
         with pytest.raises(Refused, match="it is job east, but is another"):
             thief.ask("ready", READY, soon(2))
         until(lambda: any("but is another" in line for line in told))
