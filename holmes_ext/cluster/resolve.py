@@ -43,10 +43,11 @@ def part_of(spec: SiteSpec, reports: Iterable[NodeReport]) -> SiteSpec:
     return spec.only({report.name for report in _match_names(tuple(reports), spec)})
 
 
-def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback: bool = False) -> Site:
+def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback: bool = False,
+                 counted: bool = True) -> Site:
     """The Site of the nodes that reported, in their order, of which `spec` may know more; HolmesError names
     the node and what contradicts. fallback: a promised fast NIC that is down is marked, its node left on
-    Ethernet."""
+    Ethernet; counted: each node must start as many processes as `spec` says."""
     reports = tuple(reports)
     names: set[str] = set()
     for report in reports:
@@ -56,7 +57,7 @@ def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback:
         names.add(report.name)
     if spec is None:
         return _site_from_reports(reports)
-    nodes = tuple(_node_by_spec(report, spec, fallback) for report in _match_names(reports, spec))
+    nodes = tuple(_node_by_spec(report, spec, fallback, counted) for report in _match_names(reports, spec))
     spec = spec.only({node.name for node in nodes})
     return Site(nodes, fabrics_of_spec(spec), spec.source, spec.wan)
 
@@ -135,9 +136,9 @@ def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeR
     return tuple(renamed)
 
 
-def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool) -> Node:
+def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool, counted: bool) -> Node:
     cluster = spec.cluster_of(report.name)
-    if report.processes != cluster.processes:
+    if counted and report.processes != cluster.processes:
         raise HolmesError(
             f"{spec.source}: key 'cluster.{cluster.name}.processes' is {cluster.processes}, but node"
                           f" {report.name!r} started {report.processes}")
