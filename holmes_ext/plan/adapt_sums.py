@@ -69,7 +69,8 @@ class SumChange:
         """What tells it from others: sizes of buckets and chunks that are about the same count as one."""
         return tuple(
             (reduction.apart,) if reduction.apart
-            else (True, reduction.across, round(log2(reduction.chunk_bytes))) if in_two_levels(reduction, self.size)
+            else (True, reduction.across, round(log2(reduction.chunk_bytes)))
+            if in_two_levels(reduction, self.size)
             else (False, None, round(log2(reduction.bucket_bytes))) for reduction in self.after)
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
