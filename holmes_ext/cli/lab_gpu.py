@@ -19,6 +19,7 @@ from holmes_ext.lab.gpu import communicators
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock
 from holmes_ext.lab.gpu.libraries import Libraries, libraries
 from holmes_ext.lab.gpu.networks import GroupNetwork, NicBytes, group_networks, nic_bytes
+from holmes_ext.lab.gpu.races import missing_waits
 from holmes_ext.lab.gpu.watcher import END_S, Watcher, wait_watched
 from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.process.job import RunResult
@@ -41,7 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument("--gpu-memory", metavar="SIZE",
                      help='of each GPU (default: "16GiB"); what is used of it is this machine\'s')
     gpu.add_argument("--gpu-order", choices=("launched", "random"), default="launched",
-                     help="random: kernels start late at random, so that a missing wait gives wrong numbers")
+                     help="random: kernels start late at random, so that a missing wait gives wrong numbers, "
+                     "and is named")
     gpu.add_argument("--seed", type=int, default=0, metavar="S", help="of --gpu-order random (default: 0)")
     gpu.add_argument("--gpu-standstill", type=float, default=END_S, metavar="S",
                      help="end the job once no rank has moved on for S seconds though work waits in a stream "
@@ -89,13 +91,15 @@ def build(args: argparse.Namespace) -> int:
 
 @dataclass
 class GpuRun:
-    """One run of the command. hang: lines that explain why it was ended, () where it was not."""
+    """One run of the command. hang: lines that explain why it was ended, () where it was not; races: that
+    name missing waits."""
 
     name: str
     result: RunResult
     groups: list[GroupNetwork]
     nics: list[NicBytes]
     hang: tuple[str, ...] = field(default=())
+    races: tuple[str, ...] = field(default=())
 
 
 def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, labels: Sequence[str],
@@ -126,12 +130,13 @@ def run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[st
     before = lab.counters()
     job = lab.start(command, **options)
     assert job.watch is not None
-    run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, show_hang)
+    run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, tell)
     result = replace(run.result, returncode=HUNG, first_failed=None) if run.hang else run.result
     by_name = {node.name: node for node in lab.nodes}
     nodes = [by_name[node] for node in options["order"] or by_name]
     groups = group_networks(communicators.read(job.watch), nodes, len(labels) // len(nodes))
-    return GpuRun(name, result, groups, nic_bytes(before, lab.counters(), nodes), run.hang)
+    return GpuRun(name, result, groups, nic_bytes(before, lab.counters(), nodes), run.hang,
+                  tuple(missing_waits(job.watch)))
 
 
 def without_holmes(command: Sequence[str]) -> list[str]:
@@ -151,7 +156,8 @@ def show(runs: Sequence[GpuRun], found: Libraries) -> None:
     """On standard error: standard output is the ranks'."""
     screen = Screen(stderr=True)
     for run in runs:
-        show_hang(run.hang)
+        tell(run.hang)
+        tell(run.races)
     named = len(runs) > 1
     versions = f"emulated GPU, torch {found.torch.version}, NCCL {found.source.name}"
     rows = [[run.name * named, group.group or "-", str(len(group.ranks)), str(len(group.ranks[0])),
@@ -171,7 +177,7 @@ def show(runs: Sequence[GpuRun], found: Libraries) -> None:
                  "emulated GPU: bytes of each NIC, from start to end of the job (headers included)")
 
 
-def show_hang(lines: Sequence[str]) -> None:
+def tell(lines: Sequence[str]) -> None:
     """As they are, for a line that is cut names nothing."""
     for line in lines:
         print(f"holmes lab: {line}", file=sys.stderr, flush=True)
@@ -185,6 +191,7 @@ def write_report(file: str, runs: Sequence[GpuRun], found: Libraries) -> None:
     document = {"version": 1, "emulated": "GPU", "torch": found.torch.version, "nccl": found.source.name,
                 "runs": [{"name": run.name, "status": run.result.returncode, "seconds": run.result.seconds,
                           "cores_busy": round(run.result.busy, 3), "bound_by_cores": run.result.busy > BOUND,
-                          "hang": list(run.hang), "groups": [asdict(group) for group in run.groups],
+                          "hang": list(run.hang), "missing_waits": list(run.races),
+                          "groups": [asdict(group) for group in run.groups],
                           "nics": [asdict(nic) for nic in run.nics]} for run in runs]}  # fmt: skip
     save(file, json.dumps(document) + "\n", "the report")
