@@ -1,7 +1,7 @@
 """Rank 0's part of a plan that learns: what the ranks measured -> what to change, and the lines about it.
 
     reports of a window -> Profile -> PipelineEvaluator  micro-batches in flight (engine tells passes)
-                        -> Summed  -> SumEvaluator       how gradients are summed (reducers that follow the plan)
+                        -> Summed  -> SumEvaluator       how gradients are summed (reducers that follow it)
 
 One change is tried at a time, so that what it brought is its own.
 """
