@@ -17,9 +17,9 @@ from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.gpu import communicators
+from holmes_ext.lab.gpu.communicators import GroupNetwork, NicBytes, group_networks, nic_bytes
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock
 from holmes_ext.lab.gpu.libraries import Libraries, libraries
-from holmes_ext.lab.gpu.networks import GroupNetwork, NicBytes, group_networks, nic_bytes
 from holmes_ext.lab.gpu.races import missing_waits
 from holmes_ext.lab.gpu.watcher import END_S, Watcher, wait_watched
 from holmes_ext.lab.lab import Lab
@@ -165,14 +165,14 @@ def without_holmes(command: Sequence[str]) -> list[str]:
     return kept
 
 
-def show(runs: Sequence[GpuRun], found: Libraries) -> None:
+def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
     """On standard error: standard output is the ranks'."""
     screen = Screen(stderr=True)
     for run in runs:
         tell(run.hang)
         tell(run.races)
     named = len(runs) > 1
-    versions = f"emulated GPU, torch {found.torch.version}, NCCL {found.source.name}"
+    versions = f"emulated GPU, torch {libraries.torch.version}, NCCL {libraries.source.name}"
     rows = [[run.name * named, group.group or "-", str(len(group.ranks)), str(len(group.ranks[0])),
              str(group.nodes),
              group.network, " ".join(group.nics)] for run in runs for group in run.groups]  # fmt: skip
