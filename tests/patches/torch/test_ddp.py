@@ -25,7 +25,6 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
 
-
 #: Loopback has no InfiniBand, which holmes would ask NCCL for.
 CLUSTERS = [f"{cluster} net=Socket" for cluster in TWO] if ON_GPUS else TWO
 
