@@ -109,8 +109,8 @@ def draw(seed: int) -> Drawn:
     flags = ["--stages", str(stages), *rng.choice(([], ["--zero", "1"])),
              *(["--tied"] if rng.random() < 0.3 else [])]
     holmes = ["--holmes-inflight", rng.choice(("auto", "auto", "1", "3", "off"))] if stages > 1 else []
-    return Drawn(seed, tuple(nodes), processes, *map(tuple, zip(*of_clusters)), tuple(flags), tuple(holmes),
-                 rng.choice(DEVICES))
+    kinds, gbps = zip(*of_clusters)
+    return Drawn(seed, tuple(nodes), processes, kinds, gbps, tuple(flags), tuple(holmes), rng.choice(DEVICES))
 
 
 class Launches:
