@@ -41,7 +41,8 @@ def session_of(rank):
 
 
 def between_clusters(rank, slow):
-    """Sums across take SLOW_S while `slow` holds something: a rank receives a quarter of the weights twice."""
+    """Sums across take SLOW_S while `slow` holds something: a rank receives a quarter of the weights
+    twice."""
     wait, quarter = telemetry.Recorder.wait, WEIGHTS  # of four bytes each
 
     def slowly(self, op, ends):
