@@ -107,6 +107,12 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
     _start(options_from(**values), sys.argv[1:])
 
 
+def enable_on_nodes(cluster: str | None) -> None:
+    """For `holmes probe` and `holmes doctor`: as enable(), with any number of processes on a node, whatever
+    cluster.toml says, and without the command line of a job."""
+    _start(options_from(**({"cluster": cluster} if cluster else {})), [], counted=False)
+
+
 def disable() -> None:
     """Undo every patch and put the environment back; process groups that exist keep their transport."""
     start_stop.stop()
@@ -141,7 +147,8 @@ def asked_for(options: Options, argv: list[str]) -> Request:
     return request
 
 
-def _start(options: Options, argv: list[str], trouble: HolmesError | None = None) -> None:
+def _start(options: Options, argv: list[str], trouble: HolmesError | None = None,
+           counted: bool = True) -> None:
     process, registry = launcher.detect(os.environ), patches.registry()
     _before.update({name: os.environ.get(name) for name in _TOUCHED})
     if process.rank != 0:  # what is off and why is the same everywhere, or agree_on_patches() ends the job
@@ -165,6 +172,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             told = metrics.open_metrics(options, process)
         except HolmesError as error:
             trouble = trouble or error
+        request.counted = counted
         current, lines = start(request, process, agreed, trouble)
         lines += joins
         if joins:

@@ -139,9 +139,7 @@ def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteS
 def _preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
     """Try the links between all nodes, as at a job's start; whether a port is left out. HolmesError on rank 0
     (RemoteError elsewhere) where no job could start."""
-    before, sys.argv[1:] = sys.argv[1:], []  # the command that is judged is not this job's
-    holmes_ext.enable(**({"cluster": args.cluster} if args.cluster else {}))
-    sys.argv[1:] = before
+    holmes_ext.enable_on_nodes(args.cluster)
     current = session.require()
     assert current.store is not None
     done = current.store.add(f"{current.round}/doctor", 1)

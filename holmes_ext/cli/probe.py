@@ -81,7 +81,7 @@ def _measure(
         if process.rank == 0:
             print(f"holmes probe: {text}", file=sys.stderr, flush=True)
 
-    holmes_ext.enable(cluster=args.cluster)
+    holmes_ext.enable_on_nodes(args.cluster)
     gpu = torch.accelerator.is_available()
     if gpu:
         torch.accelerator.set_device_index(process.local_rank)

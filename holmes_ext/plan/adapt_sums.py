@@ -27,12 +27,16 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.units import format_bytes
 
+#: Clusters that are apart come back below so much of what made them go.
+BACK = 0.8
+
 
 @dataclass(frozen=True)
 class Summed:
     """What the ranks of a stage measured of a step's sums. reduction: how they went; size: bytes of a rank;
     seconds: that they were under way; exposed_s: that the program stood still for them; busy: network ->
-    seconds in which it carried them; end_s: of the stage's last backward pass, after the first one's."""
+    seconds in which it carried them; end_s: of the stage's last backward pass, after the first one's;
+    why_not_apart: why clusters cannot go on by themselves; round_s: of a sum across, while they do."""
 
     reduction: Reduction
     size: float
@@ -40,6 +44,8 @@ class Summed:
     exposed_s: float
     busy: Mapping[str, float] = field(default_factory=dict)
     end_s: float = 0.0
+    why_not_apart: str = ""
+    round_s: float = 0.0
 
     @property
     def two_levels(self) -> bool:
@@ -62,7 +68,8 @@ class SumChange:
     def key(self) -> tuple[Any, ...]:
         """What tells it from others: sizes of buckets and chunks that are about the same count as one."""
         return tuple(
-            (True, reduction.across, round(log2(reduction.chunk_bytes)))
+            (reduction.apart,) if reduction.apart
+            else (True, reduction.across, round(log2(reduction.chunk_bytes)))
             if in_two_levels(reduction, self.size)
             else (False, None, round(log2(reduction.bucket_bytes))) for reduction in self.after)
 
@@ -71,6 +78,11 @@ class SumChange:
         traffic = tuple(replace(one, reductions=self.after) if network_api in one.network_apis else one
                         for one in plan.traffic)
         return replace(plan, traffic=traffic, basis=MEASURED)
+
+    @property
+    def together(self) -> bool:
+        """Whether clusters that were apart come back."""
+        return self.before[0].apart > 0 == self.after[0].apart
 
     @property
     def text(self) -> str:
@@ -87,6 +99,8 @@ def in_two_levels(reduction: Reduction, size: float) -> bool:
 
 def reduction_text(reduction: Reduction, size: float) -> str:
     """Of `size` bytes."""
+    if reduction.apart:
+        return f"inside each cluster only, weights averaged across in rounds of {reduction.apart} steps"
     if not in_two_levels(reduction, size):
         return f"in one ring, in buckets of {format_bytes(reduction.bucket_bytes)}"
     route = f" by {reduction.across.algorithm}" if reduction.across is not None else ""
@@ -108,14 +122,14 @@ def measured_networks(plan: Plan, network_api: str, options: Options, engine: En
     return replace(plan, fabrics=fabrics, wan=plan.wan.scaled(1 / slower.get(ETHERNET, 1.0)))
 
 
-def _networks(decided: Decisions, stage: int, one: Summed) -> Iterator[tuple[str, Price]]:
+def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[str, Price]]:
     """The networks on which a stage's sums are, with what the slowest of its groups takes on them."""
     for sums in decided.prices.sums(decided.placement, stage):
-        if not one.two_levels:
+        if not summed.two_levels:
             if sums.flat.load.fabric is not None:
-                yield sums.flat.load.fabric.name, _ring(sums, one.reduction, one.size)
-        elif sums.both is not None and one.reduction.across in (None, sums.both.route):
-            both = replace(sums.both, chunk_bytes=one.reduction.chunk_bytes)
+                yield sums.flat.load.fabric.name, _ring(sums, summed.reduction, summed.size)
+        elif sums.both is not None and summed.reduction.across in (None, sums.both.route):
+            both = replace(sums.both, chunk_bytes=summed.reduction.chunk_bytes)
             assert both.there.fabric is not None
             yield both.there.fabric.name, both.across
             for load in both.insides:
@@ -137,15 +151,62 @@ def _by_size(plan: Plan, network_api: str, options: Options, engine: EngineTrait
     return {size: decisions(known, network_api, options, engine) for size, known in plans.items()}
 
 
-class SumEvaluator:
-    """Of one job. network_api: of its data-parallel groups."""
+@dataclass(frozen=True)
+class RoundsApart:
+    """What --holmes-outer says: every fragment crosses once in `every` steps, hidden by `delay` of them."""
 
-    def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        self.known = network_api, options, engine
+    every: int
+    fragments: int
+    delay: int
+
+    def exposed_s(self, sum_s: float, step_s: float) -> float:
+        """Of each step of step_s, where a sum of all weights across takes sum_s."""
+        return max(0.0, sum_s / self.fragments - self.delay * step_s) * self.fragments / self.every
+
+
+class SumEvaluator:
+    """Of one job. network_api: of its data-parallel groups; rounds: of clusters by themselves."""
+
+    def __init__(self, network_api: str, options: Options, engine: EngineTraits,
+                 rounds: RoundsApart | None = None):
+        self.known, self.rounds = (network_api, options, engine), rounds
         self.trials = Trials()
+        self._whole: tuple[tuple[Reduction, ...], float] = (), 0.0  # before it went apart; hidden seconds
 
     def next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
         """What to change now, in a job whose steps take step_s with `plan`."""
+        if summed[0].reduction.apart:
+            return self._back(summed, step_s)
+        return self._next(plan, summed, step_s) or self._apart(plan, summed, step_s)
+
+    def _apart(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
+        """Where a step takes so many times what clusters by themselves would."""
+        one, *others = summed
+        if self.rounds is None or others or one.why_not_apart or self.trials.running is not None:
+            return None
+        learned = measured_networks(plan, *self.known, summed)
+        decided = _by_size(learned, *self.known, summed)[one.size]
+        loads = [load for sums in decided.prices.sums(decided.placement, 0) if sums.both is not None
+                 for load in sums.both.insides]
+        inside_s = max((load.price.scaled(2).seconds(one.size) for load in loads), default=0.0)
+        then_s = step_s - min(one.exposed_s, one.seconds - inside_s)
+        then_s += self.rounds.exposed_s(one.seconds, then_s)
+        apart = replace(one.reduction, apart=self.rounds.every)
+        change = SumChange((one.reduction,), (apart,), one.size, step_s, then_s)
+        refused = self.trials.refused(change.key, _figures(learned, summed))
+        return None if refused or step_s < self.known[1].apart_from * then_s else change
+
+    def _back(self, summed: Sequence[Summed], step_s: float) -> SumChange | None:
+        """Where the last round says that a step together takes less again."""
+        (one,), (whole, hidden_s) = summed, self._whole
+        ended = self.trials.end(_rest(summed, step_s), step_s)
+        together_s = step_s + max(0.0, one.round_s - hidden_s)
+        most_s = BACK * self.known[1].apart_from * step_s
+        if ended is None and not 0 < one.round_s <= hidden_s + most_s - step_s:
+            return None
+        return SumChange((one.reduction,), whole, one.size, step_s, together_s, back=True)
+
+    def _next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
         learned = measured_networks(plan, *self.known, summed)
         figures, now = _figures(learned, summed), tuple(one.reduction for one in summed)
         size = max(one.size for one in summed)
@@ -180,7 +241,11 @@ class SumEvaluator:
 
     def taken(self, change: SumChange, plan: Plan, summed: Sequence[Summed]) -> None:
         """All ranks go on with it; it was decided on what was `summed`."""
+        if change.together:
+            return
         figures = _figures(measured_networks(plan, *self.known, summed), summed)
+        if change.after[0].apart:
+            self._whole = change.before, summed[0].seconds - summed[0].exposed_s
         self.trials.begin(change, figures, _rest(summed, change.now_s))
 
 

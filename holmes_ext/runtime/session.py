@@ -115,7 +115,7 @@ class GroupRecord:
 class DoneReduction:
     """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; two_levels:
     else one ring; overlap: under the last backward; told: the user knows why it differs; follows: the plan's
-    changes."""
+    changes; why_not_apart: why its clusters cannot go apart; round_s: of their last round."""
 
     planned: Reduction
     bytes: float
@@ -123,9 +123,11 @@ class DoneReduction:
     overlap: bool
     reported: bool = False
     follows: bool = False
+    why_not_apart: str = ""
+    round_s: float = 0.0
 
 
-def note_reduction(ranks: Iterable[int], planned: Reduction | None, size: float, **how: bool) -> None:
+def note_reduction(ranks: Iterable[int], planned: Reduction | None, size: float, **how: Any) -> None:
     """`ranks` have summed gradients; of several sums the largest counts. how: of DoneReduction. Only where
     holmes is on and the group has two ranks."""
     key = tuple(ranks)

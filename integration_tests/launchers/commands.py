@@ -72,8 +72,9 @@ def holmes_discover_from_slurm(folder):
 
 @case
 def holmes_doctor_over_an_allocation(folder):
-    """Of two components; then with a NIC that is silent, and a file that does not know all of the nodes."""
-    with Bench(folder, ("slurm",)) as bench:
+    """Of two components; then with a NIC that is silent, and a file that does not know all of the nodes. One
+    process a node looks at it, whatever the file and the allocation have."""
+    with Bench(folder, ("slurm",), processes=2) as bench:
         doctor = ("holmes", "doctor", "--slurm", "--cluster")
         heterogeneous = ("salloc", "--partition=b", "--nodes=2", "--ntasks-per-node=2", ":", "--partition=a",
                          "--nodes=1", "--ntasks-per-node=2")
@@ -90,7 +91,7 @@ def holmes_doctor_over_an_allocation(folder):
 
 @case
 def holmes_probe_in_srun(folder):
-    with Bench(folder, ("slurm",)) as bench:
+    with Bench(folder, ("slurm",), processes=2) as bench:
         probe = ("holmes", "probe", "--largest", "0.0625", "--cluster", str(bench.file))
         bench.run("srun", "--nodes=4", "--ntasks-per-node=1", *probe)
         assert set(load_spec(bench.file).links) == {"a", "b", "ethernet"}

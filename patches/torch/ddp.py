@@ -71,12 +71,14 @@ def two_level_hook(state, bucket):
 
 @with_session
 def _construct(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook."""
+    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook; this
+    also where clusters may go apart."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     sums = _sums(given)
     reduction, two_level = (sums.reduction, sums.two_level) if sums is not None else (None, None)
     reason = _stays_stock(given)
-    if sums is None or two_level is None or reason:
+    apart = sums is not None and sums.device_type == "cpu" and sums.apart.settings is not None
+    if sums is None or (two_level is None and not apart) or reason:
         wrapped(*args, **kwargs)
         if sums is not None:
             sums.close()
@@ -87,12 +89,12 @@ def _construct(current, wrapped, instance, args, kwargs):
             _show(instance)
         _note(instance, reduction, two_levels=False, reported=bool(reason))
         return
-    if not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
+    if two_level is not None and not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
         kwargs = {**kwargs, "bucket_cap_mb": sums.reduction.chunk_bytes / 2**20}
     wrapped(*args, **kwargs)
-    _install(instance, Buckets(instance, two_level, sums))
+    _install(instance, Buckets(instance, sums.all_reduce, sums))
     weakref.finalize(instance, sums.close).atexit = False
-    _note(instance, reduction, two_levels=True)
+    _note(instance, reduction, two_levels=two_level is not None)
 
 
 def _note(ddp: Any, reduction: Any, two_levels: bool, reported: bool = False) -> None:
@@ -125,7 +127,7 @@ def _sums(given: dict[str, Any]) -> Any:
     if not trained or any(isinstance(p, UninitializedParameter) for p in trained):
         return None
     size, device_type = sum(p.nbytes for p in trained), trained[0].device.type
-    return GroupSum(_group(given), size, device_type, None, None, None)
+    return GroupSum(_group(given), size, device_type, None, None, None, trained)
 
 
 def _group(given: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Rank 0's part of a plan that learns: what the ranks measured -> what to change, and the lines about it.
 
-    reports of a window -> Profile -> Judge      micro-batches in flight (where the engine tells passes)
-                        -> Summed  -> SumJudge   how gradients are summed (reducers that follow the plan)
+    reports of a window -> Profile -> PipelineEvaluator  micro-batches in flight (engine tells passes)
+                        -> Summed  -> SumEvaluator       how gradients are summed (reducers that follow it)
 
 One change is tried at a time, so that what it brought is its own.
 """
@@ -17,8 +17,17 @@ from math import ceil
 from typing import Any
 
 from holmes_ext.document import Table
-from holmes_ext.plan.adapt import Change, Evaluator, Restart, Room, Trials, better_split, differ, measured
-from holmes_ext.plan.adapt_sums import SumChange, SumEvaluator, Summed
+from holmes_ext.plan.adapt import (
+    Change,
+    PipelineEvaluator,
+    Restart,
+    Room,
+    Trials,
+    better_split,
+    differ,
+    measured,
+)
+from holmes_ext.plan.adapt_sums import RoundsApart, SumChange, SumEvaluator, Summed
 from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import walked_ends
@@ -32,6 +41,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime.adapt.edges import edges_of
 from holmes_ext.runtime.measure.profile_file import merge
+from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.restart import why_not
 
@@ -50,7 +60,9 @@ class Deciding:
         self.current, self.sizes, self.network_api = current, sizes, network_api
         self.tell, self.put = tell, put
         known = network_api, current.options, current.engine
-        self.evaluator, self.sums = Evaluator(*known), SumEvaluator(*known)
+        outer = apart_settings(current.options)
+        rounds = RoundsApart(outer.every, outer.fragments, outer.delay) if outer is not None else None
+        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known, rounds)
         self._edges: dict[int, float] = {}
         self._told: set[str] = set()
         self._busy: list[float] = []  # of the stages, when layers and model were last looked at
@@ -80,8 +92,10 @@ class Deciding:
             if summed := self._summed(known, learned):
                 change = sums = self.sums.next(plan, summed, step_s)
                 self._tell_ended(self.sums.trials)
+                if reason := summed[0].why_not_apart:
+                    self._tell_once("--holmes-apart is left off:", reason)
                 if sums is not None:
-                    self._taken = partial(self.sums.taken, sums, plan, summed)
+                    self._taken = partial(self._takes_sums, sums, plan, summed)
         if change is None and self._restart is not None and not (self.evaluator.trials.running
                                                                  or self.sums.trials.running):
             change, self._taken = self._restart, self._restarts
@@ -97,6 +111,12 @@ class Deciding:
     def taken(self) -> None:
         """All ranks go on with what was proposed last."""
         self._taken()
+
+    def _takes_sums(self, change: SumChange, plan: Plan, summed: list[Summed]) -> None:
+        self.sums.taken(change, plan, summed)
+        if change.together:
+            times = f"a step will take {change.then_s:.4g} s, apart it took {change.now_s:.4g}"
+            self.tell(f"the clusters are one job again: {times}")
 
     def _restarts(self) -> None:
         self._restart, self._will_restart = None, True
@@ -129,7 +149,8 @@ class Deciding:
             found.append(Summed(
                 Table(every[0]["way"], "report").into(Reduction), max(one["bytes"] for one in every),
                 min(one["seconds"] for one in every), min(one["exposed"] for one in every), busy,
-                end_s - min(ends)))
+                end_s - min(ends), max(one["why_not_apart"] for one in every),
+                min(one["round_s"] for one in every)))
         return found
 
     def _decided_edges(self, learned: Plan) -> tuple[float, ...]:

@@ -29,6 +29,7 @@ from holmes_ext.runtime.adapt.sums import SumWindow, fits
 from holmes_ext.runtime.adapt.vote import KEEP, TAKE, Boundary, Stopped, Vote
 from holmes_ext.runtime.adapt.window import Stage, Window
 from holmes_ext.runtime.measure import telemetry
+from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start import restart
 from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect
@@ -140,17 +141,17 @@ class Learning:
             item = self._steps.get()
             if item is None:
                 raise Stopped
-            if item[0] >= first:
+            if item[0] >= first and sums.step(*item[3:]):
                 window.step(*item[1:])
-                sums.step(*item[3:])
                 count += 1
         return {**window.report(), "sums": sums.report()}
 
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
         change = change_of(proposal)
-        if isinstance(change, SumChange) and not fits(change, self.recorder):
-            return False
         current = self.current
+        outer = apart_settings(current.options)
+        if isinstance(change, SumChange) and not fits(change, self.recorder, outer.fragments if outer else 1):
+            return False
         if isinstance(change, Restart) and restart.why_not(current.process, current.options, current.engine,
                                                            os.environ):
             return False

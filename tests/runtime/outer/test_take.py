@@ -144,7 +144,7 @@ def test_takers_that_are_gone_do_not_keep_others_waiting(state):
 
 
 def test_one_job_cannot_take_all_turns(state):
-    """Four connections of one job that asked for nothing kept all others that came back from their weights."""
+    """Four connections of one job that asked for nothing kept all others that came back from weights."""
     giver, threads = take.Giver(state), []
 
     def taker(job):
