@@ -1,12 +1,14 @@
 """Rows of benchmarks: what was timed on cores that had no time left counts as neither met nor missed."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 from test_docs import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import matrix  # noqa: E402
 import matrix_table  # noqa: E402
 import tables  # noqa: E402
 from harness import Row, Runs, finish, kept, write  # noqa: E402
@@ -55,6 +57,19 @@ def test_tables_of_versions_have_no_column_of_dashes():
     assert [cell.strip() for cell in head.split("|")[1:-1]] == ["", "features on", "tests passed", "date"]
     assert lines == [f"| {told} | 13 | 7 | 2026-11-24 |"] and set(matrix_table.FEW) <= set(ROWS)
     assert len(matrix_table.FEW) <= 10 and matrix_table.table("few", [], {}) == "None has been made yet."
+
+
+@pytest.mark.parametrize("off, failed, status",
+                         [({}, 0, 0), ({"ddp": "a parameter is gone"}, 0, 1), ({}, 1, 1)])
+def test_the_newest_of_everything_is_installed_anew_and_judged(tmp_path, monkeypatch, off, failed, status):
+    (tmp_path / "build" / "matrix" / "next").mkdir(parents=True)
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    monkeypatch.setattr(matrix, "environment", lambda row, pip, slim: matrix.folder_of(row) / "python")
+    monkeypatch.setattr(matrix, "run", lambda *_: SimpleNamespace(stdout="torch==2.16.0"))
+    monkeypatch.setattr(matrix, "check", lambda row, python, found: found.update(off=off) or [])
+    monkeypatch.setattr(matrix, "tests", lambda row, *_: [matrix.figure(row, "failed", failed, "", "<= 0")])
+    assert matrix.next_versions([], slim=False) == status
+    assert not (tmp_path / "build" / "matrix" / "next").exists(), "last week's newest"
 
 
 def matrix_row(scene, metric, value):

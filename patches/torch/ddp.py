@@ -71,7 +71,7 @@ def two_level_hook(state, bucket):
 
 @with_session
 def _construct(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook; the hook
+    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook; this
     also where clusters may go apart."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     sums = _sums(given)

@@ -129,6 +129,16 @@ def test_who_is_back_for_good_sits_nothing_out():
     assert run.ready("zero", 2)["verdict"] == "go", "nobody is there who goes on without it"
 
 
+@pytest.mark.parametrize("incarnation", ["1", "2"])
+def test_who_says_hello_again_sits_out_all_the_same(incarnation):
+    run = Run("east", "west", "zero")
+    run.coordinator.members["zero"].in_vain, run.coordinator.members["zero"].rests_until = 5, 40
+    run.coordinator.gone("zero", "1", "over")
+    run.hello("zero", incarnation)
+    member = run.coordinator.members["zero"]
+    assert (member.in_vain, member.rests_until) == (5, 40)
+
+
 def test_a_peer_that_takes_longer_each_time_is_not_given_more_each_time():
     """Four times what it took the last time let each round last four times as long as the one before."""
     speed, peer, seconds = Speed(), SimpleNamespace(job="zero"), 1.0
