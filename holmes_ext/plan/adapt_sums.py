@@ -67,10 +67,14 @@ class SumChange:
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from others: sizes of buckets and chunks that are about the same count as one."""
-        return tuple(
-            (reduction.apart,) if reduction.apart
-            else (True, reduction.across, round(log2(reduction.chunk_bytes))) if in_two_levels(reduction, self.size)
-            else (False, None, round(log2(reduction.bucket_bytes))) for reduction in self.after)
+        return tuple(map(self._key, self.after))
+
+    def _key(self, reduction: Reduction) -> tuple[Any, ...]:
+        if reduction.apart:
+            return (reduction.apart,)
+        if in_two_levels(reduction, self.size):
+            return True, reduction.across, round(log2(reduction.chunk_bytes))
+        return False, None, round(log2(reduction.bucket_bytes))
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
         """`plan` as a job goes on with it: what was measured has decided, not the nominal model."""
