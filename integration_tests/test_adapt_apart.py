@@ -14,7 +14,7 @@ from integration_tests.test_adapt_drift import Changes
 
 STEPS, FALLS, RISES = (60, 8, 32) if not ON_GPUS else (40, 6, 22)
 FAST, SLOW = 10**9, 10**7
-FLAGS = ("--holmes-apart", "2", "--holmes-outer", "every=8,fragments=2,delay=2")
+FLAGS = ("--holmes-apart", "4", "--holmes-outer", "every=8,fragments=2,delay=2")
 
 
 @pytest.fixture(scope="module")

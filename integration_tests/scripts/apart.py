@@ -3,6 +3,7 @@ STEPS LOG`; a JSON line for each step: its loss, and whether all ranks have the 
 
 import json
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -38,9 +39,8 @@ if __name__ == "__main__":
             inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(ranks * step + rank))
             inputs = inputs.cuda() if gpu else inputs
             loss = (train(inputs) - inputs.roll(1, 1)).square().mean()
-            loss.backward()
-            if reducer is not None:
-                reducer.finish()
+            with reducer.overlapped() if reducer is not None else nullcontext():
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             total = loss.detach().clone()

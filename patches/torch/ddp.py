@@ -71,8 +71,8 @@ def two_level_hook(state, bucket):
 
 @with_session
 def _construct(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook; the
-    hook also where clusters may go apart."""
+    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook; this
+    also where clusters may go apart."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     sums = _sums(given)
     reduction, two_level = (sums.reduction, sums.two_level) if sums is not None else (None, None)

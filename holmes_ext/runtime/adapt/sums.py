@@ -85,8 +85,9 @@ def fits(change: SumChange, recorder: Recorder, fragments: int = 1) -> bool:
     import torch
 
     pairs = zip(change.before, change.after)
-    more = max(after.bucket_bytes + after.chunk_bytes - before.bucket_bytes - before.chunk_bytes
-               for before, after in pairs) * BUCKETS_IN_FLIGHT
+    more: float = BUCKETS_IN_FLIGHT * max(
+        after.bucket_bytes + after.chunk_bytes - before.bucket_bytes - before.chunk_bytes
+        for before, after in pairs)
     if change.before[0].apart != change.after[0].apart:
         more += WIDE * change.size / fragments
     device = recorder.device_index

@@ -59,7 +59,7 @@ class Window:
 
     stage: Stage
     recorder: Recorder
-    held: int = 0
+    in_flight: int = 0
     passes: dict[str, list[float]] = field(default_factory=dict)  # seconds of each
     totals: dict[str, list[float]] = field(default_factory=dict)  # of each step
     messages: dict[str, list[list[Message]]] = field(default_factory=dict)  # by "GROUP from>to", of each step
