@@ -38,24 +38,24 @@ NEAR = 1.2
 
 
 def best_use(
-    found: SearchResult, spec: SiteSpec, end: float, progress: Progress | None = None
+    on_all: SearchResult, spec: SiteSpec, end: float, progress: Progress | None = None
 ) -> SearchResult:
     """`found`, a first look at all nodes of `spec`, with a certificate when time.monotonic() is `end`; or
     what is found on fewer nodes where these are faster, with `on_all` set. Ctrl-C: the best so far, with
     `interrupted` set."""
-    begin, found = time.monotonic(), with_spread(found)
-    fewer, stopped = _on_fewer(found, spec, begin + FIRST * (end - begin))
+    begin, on_all = time.monotonic(), with_spread(on_all)
+    fewer, stopped = _on_fewer(on_all, spec, begin + FIRST * (end - begin))
     if fewer is None:
-        return replace(found, interrupted=True) if stopped else proven(found, end, progress)
-    if not stopped and found.best.step_s < NEAR * fewer.best.step_s:
-        found = proven(found, (time.monotonic() + end) / 2, progress)
-        stopped = found.interrupted
+        return replace(on_all, interrupted=True) if stopped else proven(on_all, end, progress)
+    if not stopped and on_all.best.step_s < NEAR * fewer.best.step_s:
+        on_all = proven(on_all, (time.monotonic() + end) / 2, progress)
+        stopped = on_all.interrupted
     if not stopped:
         fewer = proven(fewer, end, progress)
         stopped = fewer.interrupted
-    if found.best.step_s <= fewer.best.step_s:
-        return replace(found, interrupted=stopped)
-    return replace(fewer, on_all=found, interrupted=stopped)
+    if on_all.best.step_s <= fewer.best.step_s:
+        return replace(on_all, interrupted=stopped)
+    return replace(fewer, on_all=on_all, interrupted=stopped)
 
 
 def _on_fewer(result: SearchResult, spec: SiteSpec, end: float) -> tuple[SearchResult | None, bool]:
@@ -113,7 +113,7 @@ class _Sets:
     def look(self, sets: Iterable[Counts]) -> bool:
         """Whether one of them is faster; the most FLOP/s first, of equal ones those of the first clusters."""
         before = self.best
-        for counts in sorted({*sets}, key=lambda one: (self._floor_s(one), [-count for count in one])):
+        for counts in sorted({*sets}, key=lambda some: (self._floor_s(some), [-count for count in some])):
             if self._floor_s(counts) >= self.best.best.step_s or time.monotonic() > self.end:
                 break
             if (like := self._like(counts)) not in self.seen:

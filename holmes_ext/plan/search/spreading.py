@@ -59,9 +59,9 @@ def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
     stages, seconds = spread(list(map(len, network.names)), shape.pipeline, crossing.seconds, TRIES, chain)
     if seconds >= crossing.seconds(now) * (1 - EQUAL):
         return None
-    found = result.candidate(shape, laid(stages, candidate.placement.sizes, processes), candidate.split)
-    costs = result.costs(found)
-    return found if all(estimate(costs, candidate.split).fits) else None
+    spread_out = result.candidate(shape, laid(stages, candidate.placement.sizes, processes), candidate.split)
+    costs = result.costs(spread_out)
+    return spread_out if all(estimate(costs, candidate.split).fits) else None
 
 
 class Crossing:
@@ -82,8 +82,8 @@ class Crossing:
             kinds = set(stage)
             for pair in permutations(kinds, 2):
                 data[pair] += 2 / len(kinds)
-        for one, two in zip(map(Counter, stages), map(Counter, stages[1:])):
-            for a, b in zip((one - two).elements(), (two - one).elements()):
+        for stage_kinds, next_kinds in zip(map(Counter, stages), map(Counter, stages[1:])):
+            for a, b in zip((stage_kinds - next_kinds).elements(), (next_kinds - stage_kinds).elements()):
                 pipeline[a, b] += 1
                 pipeline[b, a] += 1
         return self._fullest(pipeline, self.sent) + self._fullest(data, self.reduced)
