@@ -18,7 +18,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.pipeline import walked_ends
+from holmes_ext.plan.cost.pipeline import SETTLED, WORTH_MORE, walked_ends
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.decide import decisions
@@ -123,6 +123,22 @@ def pipeline_s(plan: Plan, edges: Sequence[float], held: Sequence[int]) -> float
     return max(walked_ends(forward, backward, edges, plan.workload.micro_batches, tuple(held)))
 
 
+def quickest(plan: Plan, edges: Sequence[float], held: tuple[int, ...]) -> tuple[int, ...]:
+    """`held`, or more where these make the step shorter, as many as the memory has room for: while few
+    micro-batches fill the pipeline, faster stages work ahead, and messages have more time."""
+    count = plan.workload.micro_batches
+    if not held or count > SETTLED * held[0]:
+        return held
+    least = pipeline_s(plan, edges, held)
+    while True:
+        more = (*(max(one, int(min(one + 1, load.most, count))) for one, load in zip(held[:-1], plan.loads)),
+                held[-1])
+        then = pipeline_s(plan, edges, more)
+        if then >= least * (1 - WORTH_MORE):
+            return held
+        held, least = more, then
+
+
 def better_split(costs: StageCosts, layers: Sequence[int],
                  step_s: float) -> Restart | None:
     """What layers other than `layers` would make of a step of step_s seconds; None where it would bring less
@@ -211,6 +227,8 @@ class Evaluator:
         now, figures = plan.traffic_of(self.network_api).in_flight, _figures(plan, edges)
         back = self.trials.end(figures, step_s)
         held = back.before if back is not None else decided.in_flight()
+        if back is None and self.options.inflight == "auto":
+            held = quickest(plan, edges, held)
         sizes = plan.sizes
         if not held and now and sizes is not None:  # the engine's own schedule would do as well
             own = range(sizes.pipeline, 0, -1)
