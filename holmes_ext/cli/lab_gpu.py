@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,9 +17,9 @@ from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.gpu import communicators
+from holmes_ext.lab.gpu.communicators import GroupNetwork, NicBytes, group_networks, nic_bytes
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock
 from holmes_ext.lab.gpu.libraries import Libraries, libraries
-from holmes_ext.lab.gpu.networks import GroupNetwork, NicBytes, group_networks, nic_bytes
 from holmes_ext.lab.gpu.races import missing_waits
 from holmes_ext.lab.gpu.watcher import END_S, Watcher, wait_watched
 from holmes_ext.lab.lab import Lab
@@ -30,8 +31,9 @@ GROUPS = (Column("run", drop=1), Column("group"), Column("communicators", right=
           Column("nodes", right=True), Column("NCCL's network"), Column("NICs"))  # fmt: skip
 NICS = (Column("run", drop=1), Column("node"), Column("NIC"), Column("kind"), Column("sent", right=True),
         Column("received", right=True))  # fmt: skip
-#: Status of a job that hung and was ended.
-HUNG = 125
+#: Status of a job that hung and was ended; of one that asked for what a rehearsal has not.
+HUNG, NOT_EMULATED = 125, 2
+_MISSING = re.compile(r"emulated GPU: (.* not emulated.*|this machine has no .*)")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -132,11 +134,22 @@ def run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[st
     assert job.watch is not None
     run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, tell)
     result = replace(run.result, returncode=HUNG, first_failed=None) if run.hang else run.result
+    if not run.hang and (missing := what_is_missing(result)):
+        tell([f"rank {result.first_failed} ended because of the emulation: {missing}"])
+        result = replace(result, returncode=NOT_EMULATED)
     by_name = {node.name: node for node in lab.nodes}
     nodes = [by_name[node] for node in options["order"] or by_name]
     groups = group_networks(communicators.read(job.watch), nodes, len(labels) // len(nodes))
     return GpuRun(name, result, groups, nic_bytes(before, lab.counters(), nodes), run.hang,
                   tuple(missing_waits(job.watch)))
+
+
+def what_is_missing(result: RunResult) -> str:
+    """What the rank that failed first was refused last: an operator, kernel or CUDA call that is not
+    emulated, or memory; "" where it was nothing of that."""
+    said = result.outputs[result.first_failed] if result.first_failed is not None else ""
+    return next((found[1].strip() for line in reversed(said.splitlines())
+                 if (found := _MISSING.search(line))), "")
 
 
 def without_holmes(command: Sequence[str]) -> list[str]:
@@ -152,14 +165,14 @@ def without_holmes(command: Sequence[str]) -> list[str]:
     return kept
 
 
-def show(runs: Sequence[GpuRun], found: Libraries) -> None:
+def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
     """On standard error: standard output is the ranks'."""
     screen = Screen(stderr=True)
     for run in runs:
         tell(run.hang)
         tell(run.races)
     named = len(runs) > 1
-    versions = f"emulated GPU, torch {found.torch.version}, NCCL {found.source.name}"
+    versions = f"emulated GPU, torch {libraries.torch.version}, NCCL {libraries.source.name}"
     rows = [[run.name * named, group.group or "-", str(len(group.ranks)), str(len(group.ranks[0])),
              str(group.nodes),
              group.network, " ".join(group.nics)] for run in runs for group in run.groups]  # fmt: skip

@@ -145,7 +145,7 @@ def _plan_cells(summary: Summary) -> list[list[str]]:
 
 def _write_model(job: Run, path: str) -> str:
     """The last model that the job measured, as a profile; what it says."""
-    one = next((one for one in job.ranks if one.model is not None), None)
+    one = next((rank for rank in job.ranks if rank.model is not None), None)
     if one is None:
         raise HolmesError(
             f"holmes report --write-model {path}: the job has measured none; it takes some steps of a"

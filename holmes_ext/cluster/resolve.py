@@ -64,7 +64,7 @@ def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback:
 
 def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tuple[str, str]]:
     """(node, text) where the NICs in use of a `site` resolved from `reports` state less than it counts on."""
-    found = []
+    result = []
     for node, report in zip(site.nodes, reports):
         for port in node.ports:
             nics = [nic for nic in report.nics if nic.up and nic.name in (port.hcas or [port.interface])]
@@ -73,20 +73,20 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tupl
                 runs = (f"{some_of(nic.name for nic in nics)} run{'s' * (len(nics) == 1)} at "
                         f"{format_rate(stated)}")
                 said = f"the rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}"
-                found.append((node.name, f"{runs}, but {said}"))
-    return found
+                result.append((node.name, f"{runs}, but {said}"))
+    return result
 
 
 def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
     """Where cluster.toml gives a node with several fast NICs the rate of one of them."""
-    found = []
+    result = []
     for port in site.node_by_name[report.name].ports:
         rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
         if len(rates) > 1 and min(rates) <= port.rate_bps / ENOUGH and port.rate_bps * ENOUGH <= max(rates):
-            found.append(f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the "
-                         f"rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, "
-                         f"that of one of them")
-    return found
+            result.append(f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the "
+                          f"rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, "
+                          f"that of one of them")
+    return result
 
 
 def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:

@@ -2,8 +2,8 @@
 flight.
 
     measured(plan, ...)    the plan with the job's own seconds in place of the model's and the networks'
-    Evaluator              step after step: what to change, whether it
-                           brought what was predicted, what to take back
+    PipelineEvaluator      step after step: what to change, whether it brought what was predicted, what to
+                           take back
 
 The price and the code are those of the start (plan/decisions.py, plan/cost/pipeline.py). Nothing flaps: a
 change must be predicted to bring GAIN of a step; one that does not bring KEPT of it is taken back, and is not
@@ -203,7 +203,7 @@ class Trials:
         return any(one.change.key == key and not differ(one.figures, figures) for one in self._refused)
 
 
-class Evaluator:
+class PipelineEvaluator:
     """Of one job. network_api: of its pipeline's groups."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):

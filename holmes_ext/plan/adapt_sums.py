@@ -122,14 +122,14 @@ def measured_networks(plan: Plan, network_api: str, options: Options, engine: En
     return replace(plan, fabrics=fabrics, wan=plan.wan.scaled(1 / slower.get(ETHERNET, 1.0)))
 
 
-def _networks(decided: Decisions, stage: int, one: Summed) -> Iterator[tuple[str, Price]]:
+def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[str, Price]]:
     """The networks on which a stage's sums are, with what the slowest of its groups takes on them."""
     for sums in decided.prices.sums(decided.placement, stage):
-        if not one.two_levels:
+        if not summed.two_levels:
             if sums.flat.load.fabric is not None:
-                yield sums.flat.load.fabric.name, _ring(sums, one.reduction, one.size)
-        elif sums.both is not None and one.reduction.across in (None, sums.both.route):
-            both = replace(sums.both, chunk_bytes=one.reduction.chunk_bytes)
+                yield sums.flat.load.fabric.name, _ring(sums, summed.reduction, summed.size)
+        elif sums.both is not None and summed.reduction.across in (None, sums.both.route):
+            both = replace(sums.both, chunk_bytes=summed.reduction.chunk_bytes)
             assert both.there.fabric is not None
             yield both.there.fabric.name, both.across
             for load in both.insides:

@@ -165,7 +165,7 @@ def reduction_of(
 def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
     """Kind of group -> how many straddle (Plan.straddles) in a job of complete `sizes`. instances > 1: of a
     data-parallel group its slices, within which megatron-core reduces first."""
-    found = {}
+    result = {}
     for kind in INSIDE:
         members = groups(sizes, kind)
         if kind == "data" and instances > 1:
@@ -173,5 +173,5 @@ def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
             members = [group[start : start + size] for group in members
                        for start in range(0, len(group), size)]
         if count := sum(map(plan.straddles, members)):
-            found[kind] = count
-    return found
+            result[kind] = count
+    return result

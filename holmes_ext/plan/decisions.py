@@ -174,8 +174,8 @@ class Decisions:
         size = work.activation_bytes
         seconds, sent = tuple(edge.seconds(size)
                               for edge in edges), tuple(edge.byte_s * size for edge in edges)
-        found = quickest(loads, seconds, sent, work.micro_batches)
-        return found.texts if found else ()
+        pass_order = quickest(loads, seconds, sent, work.micro_batches)
+        return pass_order.texts if pass_order else ()
 
     def in_flight(self) -> tuple[int, ...]:
         """Micro-batches that each stage begins before its first backward: what the user asked for, as many as

@@ -123,10 +123,10 @@ class Plan:
 
     def by_cluster(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """Cluster -> those of `ranks` that run on it, in their order."""
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for rank in ranks:
-            found.setdefault(self._cluster_of[self.node_of(rank)], []).append(rank)
-        return found
+            result.setdefault(self._cluster_of[self.node_of(rank)], []).append(rank)
+        return result
 
     @cached_property
     def _cluster_of(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ import pytest
 from clusters import site
 
 from holmes_ext.options import Options
-from holmes_ext.plan.adapt import Evaluator, better_split, pipeline_s
+from holmes_ext.plan.adapt import PipelineEvaluator, better_split, pipeline_s
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.cost.workload import StageLoad, Workload
@@ -34,7 +34,7 @@ def held(plan):
 
 
 def evaluator():
-    return Evaluator("sockets", OPTIONS, ENGINE)
+    return PipelineEvaluator("sockets", OPTIONS, ENGINE)
 
 
 def test_a_slow_edge_that_nobody_told_of_is_hidden_once_it_is_measured():
@@ -111,7 +111,7 @@ def test_more_are_in_flight_than_hide_the_edge_where_few_micro_batches_fill_the_
 
 def test_what_the_user_asked_for_stays():
     asked = Options(inflight="1")
-    own = Evaluator("sockets", asked, ENGINE)
+    own = PipelineEvaluator("sockets", asked, ENGINE)
     plan = build_plan(site(), Sizes(2), options=asked)
     known, step_s = took(plan, 0.1)
     assert own.next(known, step_s) is None

@@ -1,8 +1,5 @@
 """What `holmes plan` says about a search: the ranked table, where the best plan's time goes, how to start it;
-as JSON.
-
-The step that leads is the simulated one (plan/search/simulated.py) wherever there is one, and what explains
-it adds up to it; the closed form, which chose what was simulated, stands beside it.
+as JSON. The step is the simulated one where there is one; the closed form stands beside it.
 """
 
 from __future__ import annotations
@@ -42,10 +39,10 @@ DOES_NOT_FIT, CANNOT = "your layout does not fit", "cannot do this plan"
 
 def distinct(result: SearchResult) -> list[Candidate]:
     """Of every shape the best candidate, the fastest first."""
-    found: dict[Shape, Candidate] = {}
-    for one in result.candidates:
-        found.setdefault(one.shape, one)
-    return list(found.values())
+    candidates: dict[Shape, Candidate] = {}
+    for candidate in result.candidates:
+        candidates.setdefault(candidate.shape, candidate)
+    return list(candidates.values())
 
 
 def ranked(result: SearchResult, count: int) -> list[tuple[str, Candidate, SearchResult]]:
@@ -82,7 +79,7 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
     if network.links.measured:
         screen.line(f"networks as holmes probe measured them: {', '.join(network.links.measured)}")
     if best.breadth_first:
-        before = next(one for one in result.candidates if not one.breadth_first)
+        before = next(candidate for candidate in result.candidates if not candidate.breadth_first)
         text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {before.step_s:.4g} s without"
         screen.line(f"{text}; the certificate is of 1F1B's orders", "bold")
     screen.line(f"best plan: {result.describe(best)}; layers of the stages: {split_text(best.split)}")
@@ -123,15 +120,15 @@ def _show_launches(screen: Screen, starts: Mapping[str, Launch]) -> None:
 
 def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
     """For each framework its flags, what its config file and script need; or why it cannot do this plan."""
-    found = {}
+    result = {}
     for name, launch in starts.items():
         if launch.lacks:
-            found[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
+            result[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
             continue
-        found[name] = [shlex.join(launch.flags)]
-        found[name] += [f"ds_config.json: {json.dumps(launch.config)}"] if launch.config else []
-        found[name] += [f"in the script: {launch.script}"] if launch.script else []
-    return found
+        result[name] = [shlex.join(launch.flags)]
+        result[name] += [f"ds_config.json: {json.dumps(launch.config)}"] if launch.config else []
+        result[name] += [f"in the script: {launch.script}"] if launch.script else []
+    return result
 
 
 def _table(screen: Screen, result: SearchResult, rows: Sequence[tuple[str, Candidate, SearchResult]]) -> None:
@@ -230,10 +227,10 @@ def _fullest(best: Candidate) -> int:
     return shares.index(max(shares))
 
 
-def memory_terms(result: SearchResult, one: Candidate) -> dict[str, float]:
+def memory_terms(result: SearchResult, candidate: Candidate) -> dict[str, float]:
     """Bytes of a plan's fullest stage, by term."""
-    stage = _fullest(one)
-    return memory_of(result, one, stage).terms
+    stage = _fullest(candidate)
+    return memory_of(result, candidate, stage).terms
 
 
 def edge_lines(result: SearchResult, one: Candidate) -> list[str]:
@@ -270,7 +267,9 @@ def document(
     result: SearchResult, plan: Plan, job: Training, starts: Mapping[str, Launch], more: Mapping[str, Any]
 ) -> str:
     """Everything that was found, and more, as JSON; a memory limit of null means none. step_seconds is the
-    simulated step where there is one, closed_form_seconds the other; the certificate is of simulated ones."""
+    simulated step where there is one, closed_form_seconds the other; the certificate is of simulated ones;
+    not_expanded: shapes that fit and have no candidate, with the seconds that none of theirs beats."""
+    expanded = {candidate.shape for candidate in result.candidates}
     found = {
         "gpus": result.network.world,
         "clusters": list(result.network.site.clusters),
@@ -282,7 +281,9 @@ def document(
                    "too_large": result.misfits},
         "told": list(job.lines),
         "yours": row(result.user_layout, result) if result.user_layout else None,
-        "candidates": [row(one, result) for one in result.candidates],
+        "candidates": [row(candidate, result) for candidate in result.candidates],
+        "not_expanded": [{**asdict(shape), "bound_seconds": bound_s}
+                         for shape, bound_s in result.ideals.items() if shape not in expanded],
         "where": reasons(result),
         "memory_bytes": memory_terms(result, result.best),
         "framework_schedule_seconds": step_without(result, result.best),
@@ -297,22 +298,22 @@ def _certificate(one: Certificate) -> dict[str, Any]:
     return {"proven": one.proven, "gap": one.gap, "step_seconds": one.step_s, "bound_seconds": one.bound_s}
 
 
-def row(one: Candidate, result: SearchResult) -> dict[str, Any]:
+def row(candidate: Candidate, result: SearchResult) -> dict[str, Any]:
     """Of a plan, for --json."""
     return {
-        **asdict(one.shape),
-        "clusters": result.describe(one),
-        "order": one.placement.sizes.order,
-        "breadth_first": one.breadth_first,
-        "stage_layers": list(one.split),
-        "reductions": list(one.reductions),
-        "in_flight": list(one.in_flight),
-        "passes": list(one.passes),
-        "step_seconds": one.step_s,
-        "closed_form_seconds": one.formula_s,
-        "simulated_seconds": one.simulated_s or None,
-        "tokens_per_second": result.tokens_per_s(one),
-        "flops_per_gpu": result.flops_per_gpu(one),
-        "memory_bytes": list(one.memory_bytes),
-        "limit_bytes": [None if limit == inf else limit for limit in one.limit_bytes],
+        **asdict(candidate.shape),
+        "clusters": result.describe(candidate),
+        "order": candidate.placement.sizes.order,
+        "breadth_first": candidate.breadth_first,
+        "stage_layers": list(candidate.split),
+        "reductions": list(candidate.reductions),
+        "in_flight": list(candidate.in_flight),
+        "passes": list(candidate.passes),
+        "step_seconds": candidate.step_s,
+        "closed_form_seconds": candidate.formula_s,
+        "simulated_seconds": candidate.simulated_s or None,
+        "tokens_per_second": result.tokens_per_s(candidate),
+        "flops_per_gpu": result.flops_per_gpu(candidate),
+        "memory_bytes": list(candidate.memory_bytes),
+        "limit_bytes": [None if limit == inf else limit for limit in candidate.limit_bytes],
     }

@@ -72,15 +72,15 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
         members.setdefault((node.fabric, node.kind, node.gpu, node.processes, node.rate_bps), []).append(node)
     if not members:
         raise HolmesError("no node has a GPU or a slot for a process: there is nothing to make a cluster of")
-    found = []
+    result = []
     for name, alike in zip(_named(list(members.values())), members.values()):
         first = alike[0]
         others = [each[0] for each in members.values() if each is not alike
                   and each[0].fabric == first.fabric]
         shared = first.fabric and first.kind and others and all(other.kind == first.kind for other in others)
-        found.append(FoundCluster(name, tuple(node.name for node in alike), first.processes, first.kind,
-                                  first.gpu, first.rate_bps, _plain(first.fabric) if shared else ""))
-    return found
+        result.append(FoundCluster(name, tuple(node.name for node in alike), first.processes, first.kind,
+                                   first.gpu, first.rate_bps, _plain(first.fabric) if shared else ""))
+    return result
 
 
 def _named(groups: Sequence[Sequence[FoundNode]]) -> list[str]:

@@ -118,8 +118,8 @@ class Network:
         """What `make` gives, made once for each key."""
         if key not in self._known:
             self._known[key] = make()
-        found: T = self._known[key]
-        return found
+        result: T = self._known[key]
+        return result
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -154,7 +154,6 @@ class Network:
             return self.only
         key = frozenset(kinds)
         firsts = (self.names[kind][0] for kind in key)
-
 
         def fastest() -> Fabric:
             return self.site.fabric_by_name[self.measured.shared_fabric(firsts).name]

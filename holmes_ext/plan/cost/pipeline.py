@@ -113,26 +113,26 @@ def schedule(
     load: tuple[float, ...] = (), most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
     """quickest_in_flight's; () where the framework's own schedule is as fast and edges take little."""
-    found = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
+    result = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
     if max(transfer, default=0.0) > SMALL * max(f + b for f, b in zip(forward, backward)):
-        return found
+        return result
     own = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
-    if found == own:
+    if result == own:
         return ()
-    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, held)) for held in (own, found))
-    return found if then < now * (1 - WORTH_MORE) else ()
+    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, held)) for held in (own, result))
+    return result if then < now * (1 - WORTH_MORE) else ()
 
 
 def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
     """in_flight's number for one pace; a stage that takes longer counts as if it did not."""
-    found, last = [1] * len(busy), len(busy) - 1
+    result, last = [1] * len(busy), len(busy) - 1
     for stage in reversed(range(last)):
         trip_s = min(busy[stage], pace_s)
         for other in range(stage + 1, last + 1):
             trip_s += min(busy[other], pace_s) + 2 * transfer[other - 1]
-            found[stage] = max(found[stage], found[other] - 1 + ceil(trip_s / pace_s - 0.02))
-        found[stage] = max(found[stage], len(busy) - stage)
-    return found
+            result[stage] = max(result[stage], result[other] - 1 + ceil(trip_s / pace_s - 0.02))
+        result[stage] = max(result[stage], len(busy) - stage)
+    return result
 
 
 def passes(

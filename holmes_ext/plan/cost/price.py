@@ -83,7 +83,7 @@ class Prices(StageSums):
         half = self.collective_s(fold, stage) / 2
         groups = [half if layer.kind == "block" else 0.0 for layer in job.layers]
         forward = tuple(layer.forward_flops / flops + own for layer, own in zip(job.layers, groups))
-        backward = tuple(layer.backward_flops / flops + own for layer, own in zip(job.layers, groups))
+        backward = tuple(layer.backward_flops / flops + group for layer, group in zip(job.layers, groups))
         if sharded and isinstance(priced, Sharded):
             how = job.reduced_bytes, job.repeats, self.rules.prefetch
             forward, backward = priced.passes(forward, backward, *how)
@@ -181,11 +181,11 @@ class Prices(StageSums):
 
     def tied(self, fold: Fold) -> list[PricedReduction]:
         """Of each kind of pipeline: by pairs, or in two levels where that is faster."""
-        size, found = self.job.tied_bytes, []
+        size, result = self.job.tied_bytes, []
         for kind in range(len(fold.kinds)):
             pairs, both = self.tied_of(fold, kind, alone=False)
-            found.append(both if both and both.seconds(size) < pairs.seconds(size) else pairs)
-        return found
+            result.append(both if both and both.seconds(size) < pairs.seconds(size) else pairs)
+        return result
 
     def tied_of(self, fold: Fold, kind: int, alone: bool) -> tuple[PricedReduction, TwoLevels | None]:
         """By pairs, and in two levels where that is possible; alone: the others being still."""

@@ -238,7 +238,7 @@ def estimate(
     reduction = [part + latency for part, latency in zip(total("reduction_s"), costs.latency_s)]
     exposed = [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)]
     times, chunks = (total("forward_s"), total("backward_s"), transfer), (costs.virtual, costs.load_s)
-    one = step_of(ends, *times, costs.micro_batches, reduction, exposed, costs.tied_wait_s, chunks)
+    step = step_of(ends, *times, costs.micro_batches, reduction, exposed, costs.tied_wait_s, chunks)
     memory = tuple(held + costs.working_bytes for held in total("memory"))
     fits = tuple(held <= limit for held, limit in zip(memory, costs.limit_bytes))
-    return replace(one, stage_layers=tuple(stage_layers), memory_bytes=memory, fits=fits)
+    return replace(step, stage_layers=tuple(stage_layers), memory_bytes=memory, fits=fits)

@@ -154,16 +154,16 @@ class _Problem:
 
     def place_of(self, held: dict[int, list[int]]) -> Any:
         """[experts] the place of each that is held."""
-        found = self.np.zeros(len(self.load), int)
+        result = self.np.zeros(len(self.load), int)
         for rank, experts in held.items():
-            found[experts] = self.place_of_rank[rank]
-        return found
+            result[experts] = self.place_of_rank[rank]
+        return result
 
     def held(self, place: Any) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        result: dict[int, list[int]] = {}
         for p, ranks in enumerate(self.places.of):
-            found |= self.packed(list(self.np.flatnonzero(place == p)), ranks)
-        return found
+            result |= self.packed(list(self.np.flatnonzero(place == p)), ranks)
+        return result
 
     def total(self, held: dict[int, list[int]], weights: Any) -> float:
         """Tokens times weights[rank, rank] of their ways."""

@@ -103,15 +103,15 @@ def _least_s(result: SearchResult, changed: SearchResult) -> float:
     return min([best.step_s, *(_kept_s(changed, one) for one in again)])
 
 
-def _kept_s(changed: SearchResult, one: Candidate) -> float:
+def _kept_s(changed: SearchResult, candidate: Candidate) -> float:
     """Of a plan as it was, also with as many micro-batches in flight as it had; inf where it does not fit."""
-    again = changed.candidate(one.shape, one.placement, one.split)
+    again = changed.candidate(candidate.shape, candidate.placement, candidate.split)
     if not again.fits:
         return inf
     step_s = timed(changed, again).step_s
-    if not one.in_flight:
+    if not candidate.in_flight:
         return step_s
-    return min(step_s, folded_s(job_of(changed, again, in_flight=one.in_flight)))
+    return min(step_s, folded_s(job_of(changed, again, in_flight=candidate.in_flight)))
 
 
 def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
@@ -134,12 +134,12 @@ def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
         gpu = model.gpu_of(name)
         if gpu.flops < fastest:
             gpus = {**model.gpus, name: replace(gpu, flops=fastest)}
-            found = result.on(Network(site, links), replace(model, gpus=gpus))
-            yield f"GPUs of {name} as fast as the fastest", found
+            search_result = result.on(Network(site, links), replace(model, gpus=gpus))
+            yield f"GPUs of {name} as fast as the fastest", search_result
         if gpu.memory_bytes and result.misfits:
             gpus = {**model.gpus, name: replace(gpu, memory_bytes=2 * gpu.memory_bytes)}
-            found = result.on(Network(site, links), replace(model, gpus=gpus))
-            yield f"twice the memory on GPUs of {name}", found
+            search_result = result.on(Network(site, links), replace(model, gpus=gpus))
+            yield f"twice the memory on GPUs of {name}", search_result
     for one, other in permutations(site.clusters, 2):
         if len(site.clusters) <= MOST_CLUSTERS and sum(node.cluster == one for node in site.nodes) > 1:
             yield f"one node moved from {one} to {other}", result.on(Network(_moved(site, one, other), links))

@@ -58,17 +58,17 @@ def best_use(
     return replace(fewer, on_all=found, interrupted=stopped)
 
 
-def _on_fewer(found: SearchResult, spec: SiteSpec, end: float) -> tuple[SearchResult | None, bool]:
+def _on_fewer(result: SearchResult, spec: SiteSpec, end: float) -> tuple[SearchResult | None, bool]:
     """(a first look at the nodes with which the job is faster than with all; None where there are none;
     whether Ctrl-C ended that), as far as was seen when time.monotonic() is `end`."""
-    sets, stopped = _Sets(found, spec, end), False
+    sets, stopped = _Sets(result, spec, end), False
     try:
         sets.look(sets.of_clusters())
         while sets.look(sets.one_less()):
             pass
     except KeyboardInterrupt:
         stopped = True
-    return None if sets.best is found else sets.best, stopped
+    return None if sets.best is result else sets.best, stopped
 
 
 class _Sets:
@@ -130,7 +130,7 @@ class _Sets:
 
     def _first_look(self, counts: Counts) -> SearchResult | None:
         """None where nothing fits, or can be faster."""
-        names = {name for one, count in zip(self.spec.clusters, counts) for name in one.nodes[:count]}
+        names = {name for cluster, count in zip(self.spec.clusters, counts) for name in cluster.nodes[:count]}
         spec = self.spec.only(names)
         asked = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
         how = asked.network, asked.model, asked.global_batch, asked.limits

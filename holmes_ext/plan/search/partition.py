@@ -153,7 +153,7 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
         )  # fmt: skip
         step_s = estimate(alike, uniform(costs.blocks, costs.stages)).step_s
         known[own] = 1 / max(step_s, 1e-30)
-    return tuple(known[own] for own in stages)
+    return tuple(known[stage] for stage in stages)
 
 
 def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:

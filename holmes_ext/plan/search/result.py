@@ -206,14 +206,14 @@ class SearchResult:
         layers = split or uniform(self.model.layers, shape.pipeline)
         return stock, stock.candidate(shape, placement, layers)
 
-    def with_known(self, one: Candidate) -> SearchResult:
+    def with_known(self, candidate: Candidate) -> SearchResult:
         """With a candidate that others told, where it is in the space and better than what was found."""
-        quicker = one.simulated_s and one.fits and one.step_s < self.best.step_s
-        if not quicker or one.shape not in self.ideals or self.certificate is None:
+        quicker = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
+        if not quicker or candidate.shape not in self.ideals or self.certificate is None:
             return self
-        bound_s = min(one.step_s, self.certificate.bound_s)
-        certificate = Certificate(one.step_s, bound_s)
-        return replace(self, candidates=[replace(one), *self.candidates], certificate=certificate)
+        bound_s = min(candidate.step_s, self.certificate.bound_s)
+        certificate = Certificate(candidate.step_s, bound_s)
+        return replace(self, candidates=[replace(candidate), *self.candidates], certificate=certificate)
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
         """The same on another network, nothing found."""

@@ -116,20 +116,20 @@ def with_passes(result: SearchResult) -> SearchResult:
     return replace(result, candidates=[best, *result.candidates])
 
 
-def in_passes(result: SearchResult, one: Candidate) -> Candidate | None:
+def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     """None where no list of passes makes it faster, or would be too much work to find."""
-    shape, work = one.shape, passes(one.shape, result.model.layers)
+    shape, work = candidate.shape, passes(candidate.shape, result.model.layers)
     if shape.pipeline == 1 or shape.virtual > 1 or shape.zero > 1 or work > LISTED:
         return None
-    costs = result.costs(one)
-    loads, edges = costs.loads(one.split), costs.edges_s(one.split)
-    found = quickest(loads, edges, costs.hidden or edges, shape.micro_batches)
-    if found is None:
+    costs = result.costs(candidate)
+    loads, edges = costs.loads(candidate.split), costs.edges_s(candidate.split)
+    pass_order = quickest(loads, edges, costs.hidden or edges, shape.micro_batches)
+    if pass_order is None:
         return None
-    memory = tuple(map(StageLoad.bytes_of, loads, found.in_flight))
-    listed = replace(one, passes=found.texts, in_flight=(), memory_bytes=memory)
+    memory = tuple(map(StageLoad.bytes_of, loads, pass_order.in_flight))
+    listed = replace(candidate, passes=pass_order.texts, in_flight=(), memory_bytes=memory)
     listed = replace(listed, simulated_s=folded_s(job_of(result, listed)))
-    return listed if listed.simulated_s < one.step_s else None
+    return listed if listed.simulated_s < candidate.step_s else None
 
 
 def with_breadth_first(result: SearchResult) -> SearchResult:
@@ -143,13 +143,13 @@ def with_breadth_first(result: SearchResult) -> SearchResult:
     return replace(result, candidates=[best, *result.candidates])
 
 
-def _in_breadth_first(result: SearchResult, one: Candidate) -> Candidate | None:
+def _in_breadth_first(result: SearchResult, candidate: Candidate) -> Candidate | None:
     """None where a stage has no memory for all micro-batches at once."""
-    shape, sizes = one.shape, []
-    for stage, used in enumerate(one.memory_bytes):
-        terms = memory_of(result, one, stage)
+    shape, sizes = candidate.shape, []
+    for stage, used in enumerate(candidate.memory_bytes):
+        terms = memory_of(result, candidate, stage)
         now = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
-        now = one.in_flight[stage] if one.in_flight else now
+        now = candidate.in_flight[stage] if candidate.in_flight else now
         sizes.append(used + terms.activations * (shape.micro_batches / now - 1))
-    found = replace(one, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
+    found = replace(candidate, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
     return found if found.fits else None

@@ -123,12 +123,12 @@ class Collectives:
         late: set[tuple[int, int]] = set()
         if self.tied_bytes and self.run.engine.tied_first:
             late = {(0, 0), (len(self.reduced) - 1, len(self.reduced[-1]) - 1)}
-        found = []
+        result = []
         for chunk in reversed(range(self.run.virtual)):
             for layer in reversed(range(*self.ranges[chunk * self.stages + stage])):
                 for number, size in reversed(list(enumerate(self.reduced[layer]))):
-                    found.append(Gradient((chunk, layer), size, (layer, number) in late))
-        return found
+                    result.append(Gradient((chunk, layer), size, (layer, number) in late))
+        return result
 
     def _add_family(self, family: GroupFamily) -> None:
         run, stage = self.run, family.stage
@@ -168,7 +168,7 @@ class Collectives:
         suited = chunk_bytes or bucket_bytes(self.network.fabric(family.kinds), family.ranks, total)
         how = run.bucket_bytes or suited, run.engine.buckets_exceed, run.first_bucket_bytes
         chunks = [list(own) for _, own in groupby(gradients, lambda gradient: gradient.place[0])]
-        return [one for own in chunks for one in leaving(own, *how)]
+        return [one for chunk in chunks for one in leaving(chunk, *how)]
 
     def _add_reduction(
         self, reduction: PricedReduction, tag: Tag, sizes: Sequence[float], parties: int, most: int

@@ -87,8 +87,8 @@ class Transfers(dict[Hashable, Transfer]):
 
     def __missing__(self, tag: Any) -> Transfer:
         template = self.templates[tag] if tag in self.templates else self.templates[tag[0]]
-        found = self[tag] = template.fresh()
-        return found
+        transfer = self[tag] = template.fresh()
+        return transfer
 
 
 class Simulation:

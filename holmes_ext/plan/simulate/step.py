@@ -120,14 +120,14 @@ class JobStep:
 
     def _messages(self, maker: TransferMaker, size: float) -> dict[Hashable, Transfer]:
         """Activations to the next (virtual) stage and their gradients back, by (letter, place, kind)."""
-        found: dict[Hashable, Transfer] = {}
+        transfers: dict[Hashable, Transfer] = {}
         stages = len(self.fold.stages)
         for kind in range(len(self.fold.kinds)):
             for place in range(stages * self.run.virtual - 1):
                 one, two = place % stages, (place + 1) % stages
                 for letter, ends in (("a", (one, two)), ("g", (two, one))):
-                    found[letter, place, kind] = self._message(maker, kind, *ends, size)
-        return found
+                    transfers[letter, place, kind] = self._message(maker, kind, *ends, size)
+        return transfers
 
     def _message(self, maker: TransferMaker, kind: int, stage: int, other: int, size: float) -> Transfer:
         """From a stage to another. Tensor ranks share out what crosses on Ethernet, and gather it then."""
@@ -244,7 +244,7 @@ class JobStep:
 
 def end_of(spans: Iterable[Sequence[Span]]) -> float:
     """Of the last actor; seconds."""
-    return max(own[-1].end for own in spans if own)
+    return max(span[-1].end for span in spans if span)
 
 
 def _blocks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:

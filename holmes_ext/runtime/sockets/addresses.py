@@ -34,7 +34,8 @@ def split_address(text: str, default_port: int | None = None) -> tuple[str, int]
 
 def _host(host: str, text: str) -> str:
     allowed = all(c.isascii() and (c.isalnum() or c in "-._:%") for c in host)
-    if not host or not allowed or len(host) > 253:
+    labels = host.removesuffix(".").split(".")
+    if not allowed or len(host) > 253 or not all(0 < len(label) < 64 for label in labels):
         raise ValueError(f"{text!r} has no host name or IP address")
     return host
 

@@ -343,6 +343,28 @@ def test_damaged_outer_states():
     assert refused > 20
 
 
+def test_outer_states_that_somebody_made():
+    """With a good digest: whoever can write a checkpoint can make one."""
+    rng = random.Random(SEED)
+    with coordinator() as server:
+        settings = parse_outer("every=4,fragments=2,delay=1")
+        loop = joined_of(torch.nn.Linear(20, 30), "east", server.port, settings)
+        loop.begin()
+        for _ in range(4):
+            loop.after_step(1)
+        good = loop.state_dict()["outer"]
+        refused = 0
+        for _ in range(1000 // SHARE):
+            try:
+                loop.load_state_dict(sealed(mutated(copy.deepcopy(good), rng)), "file.pt")
+            except HolmesError as error:
+                refused += 1
+                assert "file.pt" in str(error) and "\n" not in str(error)
+        assert refused > 20
+        loop.load_state_dict(sealed(good), "file.pt")
+        loop.end()
+
+
 @pytest.mark.parametrize("value", [None, 5, [], {}, {"version": 2}, {"version": 1, "digest": "", "outer": {}},
                                    {"version": 2, "digest": "x", "outer": {"a": object()}},
                                    {"version": "x"}])  # fmt: skip

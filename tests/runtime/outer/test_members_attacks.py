@@ -2,6 +2,7 @@
 of strangers does to the log: a second look, after those of test_attacks.py and test_liars.py."""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from coordinator_rules import TIMEOUT, Run
 from joined_jobs import TOKEN, coordinator
 
+import holmes_ext
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.address import JoinAddress, incarnation_of
 from holmes_ext.runtime.outer.coordinator import server as server_module
@@ -129,6 +131,16 @@ def test_who_is_back_for_good_sits_nothing_out():
     assert run.ready("zero", 2)["verdict"] == "go", "nobody is there who goes on without it"
 
 
+@pytest.mark.parametrize("incarnation", ["1", "2"])
+def test_who_says_hello_again_sits_out_all_the_same(incarnation):
+    run = Run("east", "west", "zero")
+    run.coordinator.members["zero"].in_vain, run.coordinator.members["zero"].rests_until = 5, 40
+    run.coordinator.gone("zero", "1", "over")
+    run.hello("zero", incarnation)
+    member = run.coordinator.members["zero"]
+    assert (member.in_vain, member.rests_until) == (5, 40)
+
+
 def test_a_peer_that_takes_longer_each_time_is_not_given_more_each_time():
     """Four times what it took the last time let each round last four times as long as the one before."""
     speed, peer, seconds = Speed(), SimpleNamespace(job="zero"), 1.0
@@ -224,3 +236,11 @@ def test_many_jobs_of_one_liar_do_not_keep_others_from_answers():
         for client in clients:
             client.close("over")
     assert threading.active_count() < 300
+
+
+def test_no_wait_asks_the_clock_that_can_be_set():
+    """Whoever answers a host's NTP moves it by a day; integration_tests/joined has two hosts apart."""
+    runtime = Path(holmes_ext.__file__).parent / "runtime"
+    files = [*(runtime / "outer").rglob("*.py"), *(runtime / "sockets").rglob("*.py")]
+    assert len(files) > 40
+    assert not [file.name for file in files if "time.time(" in file.read_text()]

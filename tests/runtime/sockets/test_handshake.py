@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import select
 import socket
 import ssl
@@ -11,6 +12,7 @@ import threading
 
 import pytest
 
+from holmes_ext import document
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.sockets import handshake
 from holmes_ext.runtime.sockets.certificates import site_contexts
@@ -394,6 +396,19 @@ def test_files_that_cannot_be_used_are_named(site, tmp_path):
         with pytest.raises(HolmesError) as told:
             site_contexts(str(certificate), str(authority))
         assert str(tmp_path) in str(told.value)
+
+
+def test_certificates_out_of_a_pipe(site, tmp_path, monkeypatch):
+    """As <(vault read ...) gives them; of one from which nothing comes the process hung."""
+    monkeypatch.setattr(document, "_PIPE_S", 0.2)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(HolmesError, match="pipe: cannot be read .nothing comes"):
+        site_contexts(str(tmp_path / "pipe"), str(site / "one.pem"))
+    reading, writing = os.pipe()
+    os.write(writing, (site / "one-job.pem").read_bytes())
+    os.close(writing)
+    assert site_contexts(f"/proc/self/fd/{reading}", str(site / "one.pem")).certificate
+    os.close(reading)
 
 
 def test_what_a_terminal_would_obey_is_not_shown():

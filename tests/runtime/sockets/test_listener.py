@@ -186,6 +186,7 @@ def test_an_address_without_a_port_takes_the_default():
 
 
 @pytest.mark.parametrize("text", [
+    "a" * 64 + ":5", "a..b:5", ".:5",
     "", "host", "host:", ":5", "host:0", "host:65536", "host:-1", "host:1e3", "::1:29600", "[::1",
     "[::1]29600", "[zz]:5",    "a b:5", "a\x1b[31m:5", "host:٥", "host:5:6", "x" * 300 + ":5",
 ])  # fmt: skip

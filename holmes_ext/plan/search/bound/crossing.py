@@ -36,12 +36,12 @@ def shared_hops(stages: Stages) -> list[SharedHop]:
     for stage in range(stages.count):
         for hop, seconds in _byte_s(stages, stage).items():
             byte_s[hop][stage] = seconds
-    found: list[SharedHop] = []
-    every = [_shared(stages, own) for own in byte_s.values() if min(own.values()) > 0]
+    hops: list[SharedHop] = []
+    every = [_shared(stages, byte_) for byte_ in byte_s.values() if min(byte_.values()) > 0]
     for one in sorted(every, key=lambda one: -len(one.stages) * one.each_s):
-        if not any(set(one.stages) & set(other.stages) for other in found):
-            found.append(one)
-    return found
+        if not any(set(one.stages) & set(other.stages) for other in hops):
+            hops.append(one)
+    return hops
 
 
 def _shared(stages: Stages, byte_s: dict[int, float]) -> SharedHop:
@@ -52,7 +52,7 @@ def _shared(stages: Stages, byte_s: dict[int, float]) -> SharedHop:
 
 def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
     """Seconds of a byte of a stage's gradients on every hop that they pass."""
-    run, found = stages.run, defaultdict[Hop, float](float)
+    run, result = stages.run, defaultdict[Hop, float](float)
     part = (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
     reduction, _ = stages.reduction(stage, stages.column)
     loads: tuple[Load, ...] = (reduction.load,)
@@ -62,8 +62,8 @@ def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
         loads, part = (reduction.there, reduction.back), part * reduction.share
     for load in loads:
         for hop, flows in load.hops:
-            found[hop] += 8 * part * load.volume * flows / hop.rate_bps
-    return found
+            result[hop] += 8 * part * load.volume * flows / hop.rate_bps
+    return result
 
 
 def blocks_at_most(hops: Sequence[SharedHop], most: Sequence[int], seconds: Sequence[float]) -> float:

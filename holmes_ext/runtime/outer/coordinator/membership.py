@@ -68,6 +68,8 @@ class Membership:
             if old is not None and old.incarnation == incarnation:
                 new.state, new.order, new.rounds, new.missed = "late", old.order, old.rounds, old.missed
                 new.current = old.current
+        if old is not None:
+            new.in_vain, new.rests_until = old.in_vain, old.rests_until
         self.members[name] = new
         self._forget_gone()
         self._awaited.pop(name, None)

@@ -92,7 +92,7 @@ class CoordinatorServer:
         self._ended = threading.Event()
         try:
             self._listener = Listener(listen(host, port), self._welcome, "holmes-serve", admitted=_ADMITTED)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise HolmesError(
                 f"holmes join serve: {host or '*'}:{port} cannot be listened on ({why(error)}); give another"
                 " --host or --port"

@@ -262,6 +262,9 @@ def test_an_address_that_cannot_be_had_is_named():
     with serving() as (server, _):
         with pytest.raises(HolmesError, match=f"127.0.0.1:{server.port} cannot be listened on"):
             CoordinatorServer("127.0.0.1", server.port, Credentials(TOKEN), print)
+    for host in ("a" * 64, "\udcff", "256.1.1.1"):  # the first two raised UnicodeError
+        with pytest.raises(HolmesError, match="cannot be listened on"):
+            CoordinatorServer(host, 0, Credentials(TOKEN), print)
     with pytest.raises(HolmesError, match="is `holmes join serve` running there"):
         ask_status("127.0.0.1", server.port, Credentials(TOKEN), 2.0)
 
