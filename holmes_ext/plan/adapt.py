@@ -126,12 +126,12 @@ def pipeline_s(plan: Plan, edges: Sequence[float], in_flight: Sequence[int]) -> 
 def quickest(plan: Plan, edges: Sequence[float], in_flight: tuple[int, ...]) -> tuple[int, ...]:
     """`in_flight`, or more where these make the step shorter, as many as the memory has room for: while few
     micro-batches fill the pipeline, faster stages work ahead, and messages have more time."""
-    count = plan.workload.micro_batches
-    if not in_flight or count > SETTLED * in_flight[0]:
+    if not in_flight or plan.workload.micro_batches > SETTLED * in_flight[0]:
         return in_flight
     least = pipeline_s(plan, edges, in_flight)
     while True:
-        deeper = (max(now, int(min(now + 1, load.most, count))) for now, load in zip(in_flight[:-1], plan.loads))
+        deeper = (max(count, int(min(count + 1, load.most, plan.workload.micro_batches)))
+                  for count, load in zip(in_flight[:-1], plan.loads))
         more = (*deeper, in_flight[-1])
         then = pipeline_s(plan, edges, more)
         if then >= least * (1 - WORTH_MORE):
