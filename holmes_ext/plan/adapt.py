@@ -18,7 +18,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.pipeline import walked_ends
+from holmes_ext.plan.cost.pipeline import SETTLED, WORTH_MORE, walked_ends
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.decide import decisions
@@ -123,6 +123,22 @@ def pipeline_s(plan: Plan, edges: Sequence[float], in_flight: Sequence[int]) -> 
     return max(walked_ends(forward, backward, edges, plan.workload.micro_batches, tuple(in_flight)))
 
 
+def quickest(plan: Plan, edges: Sequence[float], in_flight: tuple[int, ...]) -> tuple[int, ...]:
+    """`in_flight`, or more where these make the step shorter, as many as the memory has room for: while few
+    micro-batches fill the pipeline, faster stages work ahead, and messages have more time."""
+    if not in_flight or plan.workload.micro_batches > SETTLED * in_flight[0]:
+        return in_flight
+    least = pipeline_s(plan, edges, in_flight)
+    while True:
+        deeper = (max(count, int(min(count + 1, load.most, plan.workload.micro_batches)))
+                  for count, load in zip(in_flight[:-1], plan.loads))
+        more = (*deeper, in_flight[-1])
+        then = pipeline_s(plan, edges, more)
+        if then >= least * (1 - WORTH_MORE):
+            return in_flight
+        in_flight, least = more, then
+
+
 def better_split(costs: StageCosts, layers: Sequence[int],
                  step_s: float) -> Restart | None:
     """What layers other than `layers` would make of a step of step_s seconds; None where it would bring less
@@ -211,6 +227,8 @@ class PipelineEvaluator:
         now, figures = plan.traffic_of(self.network_api).in_flight, _figures(plan, edges)
         back = self.trials.end(figures, step_s)
         in_flight = back.before if back is not None else decided.in_flight()
+        if back is None and self.options.inflight == "auto":
+            in_flight = quickest(plan, edges, in_flight)
         sizes = plan.sizes
         if not in_flight and now and sizes is not None:  # the engine's own schedule would do as well
             of_1f1b = range(sizes.pipeline, 0, -1)

@@ -180,7 +180,13 @@ class SumEvaluator:
         """What to change now, in a job whose steps take step_s with `plan`."""
         if summed[0].reduction.apart:
             return self._back(summed, step_s)
-        return self._next(plan, summed, step_s) or self._apart(plan, summed, step_s)
+        change, apart = self._next(plan, summed, step_s), self._apart(plan, summed, step_s)
+        enough = change is not None and (change.back or not self._too_long(change.then_s, apart))
+        return change if enough or apart is None else apart
+
+    def _too_long(self, step_s: float, apart: SumChange | None) -> bool:
+        """Whether a step of step_s is as many times that of `apart` as makes clusters go."""
+        return apart is not None and step_s >= self.known[1].apart_from * apart.then_s
 
     def _apart(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
         """Where a step takes so many times what clusters by themselves would."""
@@ -197,7 +203,7 @@ class SumEvaluator:
         apart = replace(one.reduction, apart=self.rounds.every)
         change = SumChange((one.reduction,), (apart,), one.size, step_s, then_s)
         refused = self.trials.refused(change.key, _figures(learned, summed))
-        return None if refused or step_s < self.known[1].apart_from * then_s else change
+        return change if self._too_long(step_s, change) and not refused else None
 
     def _back(self, summed: Sequence[Summed], step_s: float) -> SumChange | None:
         """Where the last round says that a step together takes less again."""

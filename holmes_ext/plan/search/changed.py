@@ -99,7 +99,7 @@ def _least_s(result: SearchResult, changed: SearchResult) -> float:
     first = [one for one in result.candidates if one.simulated_s and not one.breadth_first][:SHAPES]
     again = [one for one in first if changed.network.names == result.network.names]
     shapes = list(dict.fromkeys(one.shape for one in first))
-    best = search(changed, rows=SHAPES, only=shapes, prove=False).best
+    best = search(changed, only=shapes, prove=False).best
     return min([best.step_s, *(_kept_s(changed, one) for one in again)])
 
 
