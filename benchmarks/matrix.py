@@ -183,7 +183,8 @@ def lab(row: Row, python: Path, repetitions: int, scenes: str) -> list[Figure]:
         ratios = [stock / ours for stock, ours in zip(seconds["stock"], seconds["holmes"])]
         ratio = sum(seconds["stock"]) / sum(seconds["holmes"])
         spread, target = (min(ratios), max(ratios)), ">= 2" if scene == "FSDP2" else ">= 1.6"
-        made.append(Figure.of(row.name, f"{scene}, holmes : stock", ratio, "x", spread, True, target))
+        made.append(Figure.of(row.name, f"{scene}, holmes : stock", ratio, "x", spread, True, target,
+                              seconds["busy"]))
         # Buckets of another size let a ring of four add in another order, and the log has seven digits.
         limit = "<= 1e-5" if scene == "Megatron-DeepSpeed" else "<= 1e-6"
         made.append(figure(row, f"{scene}, largest loss difference", seconds["difference"], "nats", limit))

@@ -56,7 +56,8 @@ PRETRAIN_TESTS = ("integration_tests/megatron_deepspeed", "-k", "same_losses or 
 FEW_DEEPSPEED = tuple(f"integration_tests/deepspeed/test_{name}.py" for name in ("overlap", "resume"))
 FEW_MEGATRON = ("integration_tests/megatron/test_core.py", "-k",
                 "every_split or leave_ethernet or built_once")
-#: Of a pair of versions: what one framework can break of another.
+#: Of a pair of versions: what one framework can break of another; and the engines' losses alone.
+FEW_PAIR = (FEW_DEEPSPEED[0], "integration_tests/megatron/test_core.py", SCRIPT_TESTS[-1])
 PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py", *SCRIPT_TESTS)
 #: What a version that nobody knows breaks first, in some minutes.
 NEXT_TESTS = ("tests/patches", "integration_tests/deepspeed/test_overlap.py",
@@ -72,7 +73,7 @@ ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
 def _pair(name: str, torch: str, *packages: str, **more) -> Row:
     features = tuple(
         one for one in ALL if one == "torch" or any(each.startswith(f"{one}==") for each in packages))
-    defaults = {"features": features, "tests": PAIR_TESTS,
+    defaults = {"features": features, "tests": PAIR_TESTS, "few": FEW_PAIR,
                 "lab": ("deepspeed", "megatron-core", "Trainer", "FSDP2")}
     return Row(name, "pair", packages, f"torch=={torch}", **{**defaults, **more})
 

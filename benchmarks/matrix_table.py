@@ -50,7 +50,8 @@ def _cells(found: dict[str, Figure]) -> list[str]:
         return f"{found[metric].value:g}" if metric in found else "-"
 
     named = {scene: f"{scene}, holmes : stock" for scene in SCENES}
-    ratios = [f"{scene} {found[metric].value:.2f} x" for scene, metric in named.items() if metric in found]
+    ratios = [f"{scene} {found[metric].value:.2f} x{' (cores busy)' if found[metric].bound else ''}"
+              for scene, metric in named.items() if metric in found]
     differences = [one.value for metric, one in found.items() if metric.endswith("largest loss difference")]
     return [number("features on"), number("features off"), number("tests passed"), number("tests failed"),
             ", ".join(ratios) or "-", f"{max(differences):.1g}" if differences else "-",

@@ -52,10 +52,13 @@ def test_a_benchmark_that_was_cut_short_goes_on_where_it_was(tmp_path, capsys):
 
 def test_tables_of_versions_have_no_column_of_dashes():
     told = matrix_table.FEW[-1]
-    made = [matrix_row(told, "features on", 13), matrix_row(told, "tests passed", 7)]
+    made = [matrix_row(told, "features on", 13), matrix_row(told, "tests passed", 7),
+            matrix_row(told, "Trainer, holmes : stock", 1.234, busy=0.9)]
     head, _, *lines = matrix_table.table("few", made, {told: {"parts": {"check": "2026-11-24"}}}).split("\n")
-    assert [cell.strip() for cell in head.split("|")[1:-1]] == ["", "features on", "tests passed", "date"]
-    assert lines == [f"| {told} | 13 | 7 | 2026-11-24 |"] and set(matrix_table.FEW) <= set(ROWS)
+    assert [cell.strip() for cell in head.split("|")[1:-1]] == [
+        "", "features on", "tests passed", "in the lab, holmes : stock", "date"]
+    assert lines == [f"| {told} | 13 | 7 | Trainer 1.23 x (cores busy) | 2026-11-24 |"]
+    assert set(matrix_table.FEW) <= set(ROWS)
     assert len(matrix_table.FEW) <= 10 and matrix_table.table("few", [], {}) == "None has been made yet."
 
 
@@ -72,5 +75,5 @@ def test_the_newest_of_everything_is_installed_anew_and_judged(tmp_path, monkeyp
     assert not (tmp_path / "build" / "matrix" / "next").exists(), "last week's newest"
 
 
-def matrix_row(scene, metric, value):
-    return Row.of(scene, metric, value, "", (value, value), False, "")
+def matrix_row(scene, metric, value, busy=None):
+    return Row.of(scene, metric, value, "", (value, value), False, "", busy)

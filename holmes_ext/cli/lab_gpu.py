@@ -17,9 +17,9 @@ from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.gpu import communicators
+from holmes_ext.lab.gpu.communicators import GroupNetwork, NicBytes, group_networks, nic_bytes
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock
 from holmes_ext.lab.gpu.libraries import Libraries, libraries
-from holmes_ext.lab.gpu.networks import GroupNetwork, NicBytes, group_networks, nic_bytes
 from holmes_ext.lab.gpu.races import missing_waits
 from holmes_ext.lab.gpu.watcher import END_S, Watcher, wait_watched
 from holmes_ext.lab.lab import Lab

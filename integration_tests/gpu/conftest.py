@@ -17,9 +17,9 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.lab import Lab
 from holmes_ext.lab.gpu import communicators, nccl_source
 from holmes_ext.lab.gpu.build import cache_folder
+from holmes_ext.lab.gpu.communicators import GroupNetwork, group_networks
 from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
-from holmes_ext.lab.gpu.networks import GroupNetwork, group_networks
 from holmes_ext.lab.gpu.races import missing_waits
 from holmes_ext.lab.gpu.watcher import END_S, WatchedRun, Watcher, wait_watched
 from holmes_ext.lab.process.job import RunResult

@@ -6,7 +6,7 @@ import pytest
 from clusters import site
 
 from holmes_ext.options import Options
-from holmes_ext.plan.adapt import Evaluator, better_split, pipeline_s
+from holmes_ext.plan.adapt import PipelineEvaluator, better_split, pipeline_s
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.cost.workload import StageLoad, Workload
@@ -34,7 +34,7 @@ def held(plan):
 
 
 def evaluator():
-    return Evaluator("sockets", OPTIONS, ENGINE)
+    return PipelineEvaluator("sockets", OPTIONS, ENGINE)
 
 
 def test_a_slow_edge_that_nobody_told_of_is_hidden_once_it_is_measured():
@@ -96,9 +96,22 @@ def test_memory_bounds_what_is_in_flight():
     assert free.in_flight[0] > 3 and bounded.in_flight[0] == 3
 
 
+def test_more_are_in_flight_than_hide_the_edge_where_few_micro_batches_fill_the_pipeline():
+    def change(forward_s, **more):
+        plan = learned(PLAN, 0.045, **more)
+        loads = tuple(replace(load, forward_s=own, backward_s=2 * own)
+                      for load, own in zip(plan.loads, (0.03, forward_s)))
+        plan = replace(plan, loads=loads)
+        return evaluator().next(plan, 0.02 + pipeline_s(plan, [0.045], (2, 1))).in_flight
+
+    assert change(0.03) == (3, 1) and change(0.024)[0] > 3  # a second stage that is faster
+    assert change(0.024, micro_batches=40) == (3, 1)
+    assert change(0.024, fixed_bytes=0.0, kept_bytes=1.0, limit_bytes=4.0) == (4, 1)
+
+
 def test_what_the_user_asked_for_stays():
     asked = Options(inflight="1")
-    own = Evaluator("sockets", asked, ENGINE)
+    own = PipelineEvaluator("sockets", asked, ENGINE)
     plan = build_plan(site(), Sizes(2), options=asked)
     known, step_s = took(plan, 0.1)
     assert own.next(known, step_s) is None

@@ -1,7 +1,7 @@
 """Rank 0's part of a plan that learns: what the ranks measured -> what to change, and the lines about it.
 
-    reports of a window -> Profile -> Evaluator     micro-batches in flight (where the engine tells passes)
-                        -> Summed  -> SumEvaluator  how gradients are summed (reducers that follow the plan)
+    reports of a window -> Profile -> PipelineEvaluator  micro-batches in flight (engine tells passes)
+                        -> Summed  -> SumEvaluator       how gradients are summed (reducers that follow it)
 
 One change is tried at a time, so that what it brought is its own.
 """
@@ -17,7 +17,16 @@ from math import ceil
 from typing import Any
 
 from holmes_ext.document import Table
-from holmes_ext.plan.adapt import Change, Evaluator, Restart, Room, Trials, better_split, differ, measured
+from holmes_ext.plan.adapt import (
+    Change,
+    PipelineEvaluator,
+    Restart,
+    Room,
+    Trials,
+    better_split,
+    differ,
+    measured,
+)
 from holmes_ext.plan.adapt_sums import RoundsApart, SumChange, SumEvaluator, Summed
 from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
@@ -53,7 +62,7 @@ class Deciding:
         known = network_api, current.options, current.engine
         outer = apart_settings(current.options)
         rounds = RoundsApart(outer.every, outer.fragments, outer.delay) if outer is not None else None
-        self.evaluator, self.sums = Evaluator(*known), SumEvaluator(*known, rounds)
+        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known, rounds)
         self._edges: dict[int, float] = {}
         self._told: set[str] = set()
         self._busy: list[float] = []  # of the stages, when layers and model were last looked at
