@@ -10,7 +10,8 @@ for DeepSpeed's pipeline engine and megatron-core's 1F1B. An activation takes ha
 Ethernet, or next to nothing (1 Gb/s); layers sleep as long as an accelerator would compute. Steps FIRST to
 the last are timed. "stays": --holmes-adapt off.
 
-"ENGINE trace", "ENGINE prediction": see adapt_trace.py, adapt_prediction.py.
+"ENGINE trace", "ENGINE prediction", "simulated ...": see adapt_trace.py, adapt_prediction.py,
+adapt_simulated.py.
 
 "nothing to gain": an edge that takes no time, --holmes-adapt on and off, alternating; "... plain": the same
 of a data-parallel loop with a GradientReducer.
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import adapt_prediction
+import adapt_simulated
 import adapt_trace
 from edges import ENGINES, TWO
 from emulated import forward_s
@@ -177,6 +179,10 @@ def predicted(name: str, engine: str, runs: Runs) -> list[Row]:
     return adapt_prediction.rows(name, engine, scene.half_bps, _file, _variant, run, runs)
 
 
+def simulated(name: str, number: int, repetitions: int) -> list[Row]:
+    return adapt_simulated.drawn(name, number) if number else adapt_simulated.hour(name)
+
+
 # --------------------------------------------------------------------------- the vote
 
 
@@ -233,6 +239,8 @@ MADE = {
     "nothing to gain": (nothing_to_gain, "deepspeed"),
     "nothing to gain plain": (nothing_to_gain, "plain"),
     "vote": (vote,),
+    **{f"simulated {number}": (simulated, number) for number in range(1, adapt_simulated.DRAWN + 1)},
+    "simulated hour": (simulated, 0),
 }  # fmt: skip
 
 

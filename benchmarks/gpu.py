@@ -31,6 +31,7 @@ from harness import Row, chosen, finish, kept, parser, tell, write
 
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.lab import Lab
+from holmes_ext.lab.cores import core_times
 from holmes_ext.lab.gpu.build import VARIABLE as CACHE
 from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
@@ -55,7 +56,7 @@ MEGABYTES, ROUNDS = 4.0, 20
 
 def build() -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
-        seconds, cpu = [], []
+        seconds, cpu, busy, begin_times = [], [], [], core_times()
         for what in ("cold", "from the cache"):
             tell(f"build, {what}")
             begin = time.perf_counter()
@@ -66,13 +67,16 @@ def build() -> list[Row]:
             seconds.append(time.perf_counter() - begin)
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu.append(used.ru_utime + used.ru_stime)
+            busy.append(core_times().busy_since(begin_times))
         begin = time.perf_counter()
         os.environ[CACHE] = directory
         libraries([sys.executable], os.environ)
         found = time.perf_counter() - begin
         del os.environ[CACHE]
-    return [Row.median("build", "cold, NCCL's numbers tried", [seconds[0]], "s", False, "<= 420"),
-            Row.median("build", "cold, CPU time", [cpu[0]], "s", False),
+    others = busy[0] - cpu[0] / seconds[0] / (os.cpu_count() or 1)  # the share of the cores that they used
+    return [Row.median("build", "cold, NCCL's numbers tried", [seconds[0]], "s", False, "<= 420",
+                       busy[0] if others > 0.1 else None),
+            Row.median("build", "cold, CPU time (two cores have 840 s)", [cpu[0]], "s", False, "<= 840"),
             Row.median("build", "from the cache: the command", [seconds[1]], "s", False),
             Row.median("build", "from the cache: finding it", [found], "s", False, "<= 1")]
 

@@ -41,6 +41,9 @@ from integration_tests.jobs import ONE_AT_A_TIME, TRAIN, LabOf, launch, losses
 MOST_RANKS, MOST_NODES, STEPS = 6, 3, 5
 SIZES = (f"--layers 4 --hidden 32 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4 --steps {STEPS}"
          ).split()
+#: A communicator of one channel starts fewer threads, most of which only spin.
+ONE_CHANNEL = dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_SOCKET_NTHREADS",
+                             "NCCL_NSOCKS_PERTHREAD"), "1")
 DEVICES = ("plain", *ONE_AT_A_TIME, "few multiprocessors", "late kernels")
 NAMES = "abc"
 
@@ -76,14 +79,14 @@ class Drawn:
     @property
     def gpus(self) -> Gpus:
         if self.device == "few multiprocessors":
-            return replace(GPUS(), clock=GpuClock(sms=16))
-        return replace(GPUS(), seed=self.seed) if self.device == "late kernels" else GPUS()
+            return replace(two_gpus(), clock=GpuClock(sms=16))
+        return replace(two_gpus(), seed=self.seed) if self.device == "late kernels" else two_gpus()
 
     def __str__(self) -> str:
         return f"seed {self.seed}: {self.device}; {' '.join((*self.flags, *self.holmes))}"
 
 
-def GPUS() -> Gpus:
+def two_gpus() -> Gpus:
     """As many in each node, so that all cases of a lab fork one Python."""
     return replace(gpus(), count=2)
 
@@ -106,8 +109,8 @@ def draw(seed: int) -> Drawn:
     flags = ["--stages", str(stages), *rng.choice(([], ["--zero", "1"])),
              *(["--tied"] if rng.random() < 0.3 else [])]
     holmes = ["--holmes-inflight", rng.choice(("auto", "auto", "1", "3", "off"))] if stages > 1 else []
-    return Drawn(seed, tuple(nodes), processes, *map(tuple, zip(*of_clusters)), tuple(flags), tuple(holmes),
-                 rng.choice(DEVICES))
+    kinds, gbps = zip(*of_clusters)
+    return Drawn(seed, tuple(nodes), processes, kinds, gbps, tuple(flags), tuple(holmes), rng.choice(DEVICES))
 
 
 class Launches:
@@ -123,8 +126,8 @@ class Launches:
         on = LabOf(file, self.lab, load_spec(file))
         on_holmes = (*on.holmes, *drawn.holmes) if flags else ()
         result = launch(on, TRAIN, *SIZES, "--log", str(log), *drawn.flags, *on_holmes,
-                        env=ONE_AT_A_TIME.get(device), gpus=drawn.gpus if flags else GPUS(),
-                        processes=drawn.processes)
+                        env={**ONE_CHANNEL, **ONE_AT_A_TIME.get(device, {})}, processes=drawn.processes,
+                        gpus=drawn.gpus if flags else two_gpus())
         assert result.returncode == 0, "\n".join(result.outputs.values())[-2000:]
         found = losses(log)
         assert len(found) == STEPS

@@ -194,6 +194,7 @@ def test_18_hybrid_fsdp_on_groups_that_torch_splits_off(tmp_path, emulated):
     done.networks_as_asked()
 
 
+@over_nccl
 @one_machine
 def test_19_a_job_ends_in_one_line_when_its_nic_stays_down(tmp_path, emulated):
     """By what its port's sysfs says: nobody pulls a cable here."""

@@ -96,6 +96,19 @@ def test_memory_bounds_what_is_in_flight():
     assert free.in_flight[0] > 3 and bounded.in_flight[0] == 3
 
 
+def test_more_are_in_flight_than_hide_the_edge_where_few_micro_batches_fill_the_pipeline():
+    def change(forward_s, **more):
+        plan = learned(PLAN, 0.045, **more)
+        loads = tuple(replace(load, forward_s=own, backward_s=2 * own)
+                      for load, own in zip(plan.loads, (0.03, forward_s)))
+        plan = replace(plan, loads=loads)
+        return evaluator().next(plan, 0.02 + pipeline_s(plan, [0.045], (2, 1))).in_flight
+
+    assert change(0.03) == (3, 1) and change(0.024)[0] > 3  # a second stage that is faster
+    assert change(0.024, micro_batches=40) == (3, 1)
+    assert change(0.024, fixed_bytes=0.0, kept_bytes=1.0, limit_bytes=4.0) == (4, 1)
+
+
 def test_what_the_user_asked_for_stays():
     asked = Options(inflight="1")
     own = PipelineEvaluator("sockets", asked, ENGINE)

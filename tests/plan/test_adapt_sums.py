@@ -141,6 +141,14 @@ def test_clusters_go_apart_where_the_network_between_them_is_too_slow():
     assert 1 < change.then_s < 3 < change.now_s / 2
 
 
+def test_clusters_go_apart_at_once_where_another_sum_would_not_be_enough():
+    for ethernet, slower, apart in (("1Gb/s", 400, True), ("1Gb/s", 20, False)):
+        plan = plan_of(ethernet)
+        found = summed(plan, slower)
+        change = apart_evaluator().next(plan, found, 2.5 + found[0].seconds)
+        assert bool(change.after[0].apart) == apart, (slower, change)
+
+
 def test_nobody_goes_apart_unasked_or_where_weights_cannot_be_averaged():
     plan = plan_of("50Mb/s")
     found = summed(plan)

@@ -1,5 +1,5 @@
-"""The communicators of a job, as NCCL made them (csrc/nccl/communicators.cc): who is in each, on which network,
-and which NIC of which node carried how many bytes."""
+"""The communicators of a job, as NCCL made them (csrc/nccl/communicators.cc): who is in each, on which
+network, and which NIC of which node carried how many bytes."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def nccl_errors() -> list[tuple[list[int], str]]:
     import torch
     import torch.distributed as dist
 
-    found, cuda = [], torch.device("cuda")
+    found: list[tuple[list[int], str]] = []
+    cuda = torch.device("cuda")
     for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else ():
         if cuda not in getattr(group, "_device_types", ()):
             continue

@@ -41,8 +41,7 @@ def session_of(rank):
 
 
 def between_clusters(rank, slow):
-    """Sums across take SLOW_S while `slow` holds something: a rank receives a quarter of the weights
-    twice."""
+    """Sums across take SLOW_S while `slow` holds something: a rank gets a quarter of the weights twice."""
     wait, quarter = telemetry.Recorder.wait, WEIGHTS  # of four bytes each
 
     def slowly(self, op, ends):
@@ -83,6 +82,7 @@ def job(rank, how):
         if reducer is not None:
             reducer.finish()
         optimizer.step()
+        telemetry.recorder.step_done("optimizer")
         optimizer.zero_grad()
         every = [torch.empty(WEIGHTS) for _ in range(4)]
         dist.all_gather(every, torch.cat([weight.detach().flatten() for weight in model.parameters()]))

@@ -2,6 +2,7 @@
 of strangers does to the log: a second look, after those of test_attacks.py and test_liars.py."""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from coordinator_rules import TIMEOUT, Run
 from joined_jobs import TOKEN, coordinator
 
+import holmes_ext
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.address import JoinAddress, incarnation_of
 from holmes_ext.runtime.outer.coordinator import server as server_module
@@ -234,3 +236,11 @@ def test_many_jobs_of_one_liar_do_not_keep_others_from_answers():
         for client in clients:
             client.close("over")
     assert threading.active_count() < 300
+
+
+def test_no_wait_asks_the_clock_that_can_be_set():
+    """Whoever answers a host's NTP moves it by a day; integration_tests/joined has two hosts apart."""
+    runtime = Path(holmes_ext.__file__).parent / "runtime"
+    files = [*(runtime / "outer").rglob("*.py"), *(runtime / "sockets").rglob("*.py")]
+    assert len(files) > 40
+    assert not [file.name for file in files if "time.time(" in file.read_text()]

@@ -90,6 +90,9 @@ class Stages:
         #: From the last stage to the first.
         self.around = found[-1]
         self.sent = self._sent_both_ways(found)
+        own = [self.prices.network.fabric([self._kind(stage, column)]).name for stage in range(count)]
+        #: The same where that NIC is the one that After.shared speaks of.
+        self.sent_there = [sent * (one.fabric == name) for sent, one, name in zip(self.sent, found, own)]
         self.after = [self._remember("after", stage, column, self._after) for stage in range(count)]
         here = max(1, self.prices.network.processes // self.placement.stride)
         stages = range(count)
