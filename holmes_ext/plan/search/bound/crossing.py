@@ -47,11 +47,11 @@ class SharedHop(NamedTuple):
         free, found = sum(most[stage] for stage in self.stages) - most[0] - sum(others), -inf
         for own in range(1, most[0] + 1):
             first_s = own * self.each_s + self.first_s
-            for full, rooms in enumerate([others[:end] for end in range(len(others) + 1)]):  # have more than it
-                left_s = seconds - (1 + FAIR * full) * first_s
+            for more in range(len(others) + 1):  # that have more than the first one
+                left_s = seconds - (1 + FAIR * more) * first_s
                 if left_s >= 0:
-                    rest = min(sum(others[full:]), left_s / (FAIR * self.each_s))
-                    found = max(found, own + free + sum(rooms) + rest)
+                    rest = min(sum(others[more:]), left_s / (FAIR * self.each_s))
+                    found = max(found, own + free + sum(others[:more]) + rest)
         return found
 
 
