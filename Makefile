@@ -28,9 +28,12 @@ GPU_STAMP := .venv-gpu/installed
 # Tests of `make test` and `make nccl` that run over NCCL on emulated GPUs, too (tests/carriers.py, integration_tests/jobs.py).
 ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.py tied.py two_level.py) \
    tests/runtime/groups/test_wire.py integration_tests/nccl/test_gpus.py $(addprefix integration_tests/,\
-   $(addprefix deepspeed/test_,two_clusters.py tied.py zero.py narrow.py passes.py partition.py resume.py joined.py) \
-   $(addprefix megatron/test_,core.py joined.py) $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py torchtitan.py) \
-   $(addprefix commands/test_,telemetry.py doctor.py) faults/test_restart.py test_reduction_lab.py test_unequal_lab.py)
+   $(addprefix deepspeed/test_,two_clusters.py tied.py zero.py narrow.py passes.py partition.py resume.py overlap.py \
+   joined.py) $(addprefix megatron/test_,core.py slices.py joined.py) \
+   $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py torchtitan.py) \
+   $(addprefix commands/test_,telemetry.py doctor.py profile_and_tune.py) $(addprefix faults/test_,faults.py restart.py) \
+   test_reduction_lab.py test_unequal_lab.py test_adapt.py test_adapt_sums.py) \
+   $(if $(HOLMES_TEST_FULL),tests/patches/torch/test_ddp.py)
 export HOLMES_NCCL_SOURCE ?= $(abspath $(firstword $(wildcard ../shared/nccl/*.tar.gz ../shared/nccl/*.tgz)))
 
 .PHONY: demo test unit gpu gpu-libraries nccl check docs matrix soak faults stacks .venv .venv-gpu tools clean

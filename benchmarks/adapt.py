@@ -1,20 +1,17 @@
 """A plan that learns while the job runs: `--holmes` alone, without sizes, model or profile, in emulated
 clusters.
 
-    python benchmarks/adapt.py --json FILE [--scenes "deepspeed 1,vote"] [--repetitions 3] [--resume]
+    python benchmarks/adapt.py --json FILE [--scenes "deepspeed 1,vote"] [--repetitions 3] [--runs FILE]
 
---resume: not the scenes whose rows FILE has. "ENGINE issue": 6 layers of 192, 8 micro-batches, 6 Mb/s.
+"ENGINE issue": 6 layers of 192, 8 micro-batches, 6 Mb/s. --runs: see harness.Runs.
 
 "ENGINE n": twelve drawn scenes (layers, widths, micro-batches, seconds of a stage) on 2 + 2 emulated nodes,
 for DeepSpeed's pipeline engine and megatron-core's 1F1B. An activation takes half a stage's time over
 Ethernet, or next to nothing (1 Gb/s); layers sleep as long as an accelerator would compute. Steps FIRST to
 the last are timed. "stays": --holmes-adapt off.
 
-"ENGINE trace": an hour in minutes. Rates of Ethernet change while the job runs, a link is gone, a rank
-becomes slow (TRACE); counted are the steps that end in each of its parts. "best": of each part the most of
-any fixed plan (--holmes-inflight), whose jobs see the same trace.
-
-"ENGINE prediction": see adapt_prediction.py.
+"ENGINE trace", "ENGINE prediction", "simulated ...": see adapt_trace.py, adapt_prediction.py,
+adapt_simulated.py.
 
 "nothing to gain": an edge that takes no time, --holmes-adapt on and off, alternating; "... plain": the same
 of a data-parallel loop with a GradientReducer.
@@ -25,7 +22,6 @@ when the last one has measured until the last one knows the verdict.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import random
 import sys
@@ -37,37 +33,22 @@ from pathlib import Path
 from typing import Any
 
 import adapt_prediction
+import adapt_simulated
+import adapt_trace
 from edges import ENGINES, TWO
 from emulated import forward_s
-from harness import Row, chosen, finish, kept, parser, tell, write
-from two_clusters import ratio_row, step_rows
+from harness import Row, Runs, chosen, finish, kept, parser, tell, write
+from two_clusters import ratio_row
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab, interleave
-from holmes_ext.lab.compare import Variant, compare, max_loss_difference
+from holmes_ext.lab import interleave
+from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 from holmes_ext.runtime.adapt.vote import Boundary, Vote
 
 #: Steps by which a plan must have learned; that are timed.
 FIRST, STEPS = 8, 18
 SEQUENCE, DRAWN, WORLD, PROCESSES = 128, 12, 1024, 16
-
-
-@dataclass(frozen=True)
-class Part:
-    """Of a trace. rate: times that at which an activation takes half a stage's time; link: b0's cable is
-    plugged in; speed: of b0's accelerator."""
-
-    seconds: float
-    rate: float
-    link: bool = True
-    speed: float = 1.0
-
-
-TRACE = (Part(40, 4.0), Part(40, 1.0), Part(40, 0.5), Part(5, 0.5, link=False), Part(40, 4.0),
-         Part(20, 0.25), Part(30, 1.0, speed=0.5), Part(30, 1.0), Part(40, 2.0))
-#: More micro-batches in flight than 1F1B has.
-FIXED = ("off", "0", "1", "2", "4")
 
 
 @dataclass(frozen=True)
@@ -146,8 +127,13 @@ def half_a_stage(name: str, engine: str, scene: Scene, repetitions: int) -> list
         ratio_row(name, "slow edge, learns : free edge", learns, ideal, "<= 1.15"),
         ratio_row(name, "slow edge, stays : free edge", stays, ideal, ""),
         Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
-        *step_rows(name, series),
+        *steps_of(name, series),
     ]  # fmt: skip
+
+
+def steps_of(name: str, series: dict[str, Series]) -> list[Row]:
+    return [Row.of(name, f"step {one.name}", one.median, "s", one.spread, one.emulated, busy=one.busy)
+            for one in series.values()]
 
 
 def nothing_to_gain(name: str, engine: str, repetitions: int) -> list[Row]:
@@ -168,69 +154,20 @@ def nothing_to_gain(name: str, engine: str, repetitions: int) -> list[Row]:
         Row.of(name, "what learning adds to a step", cost, "of a step", (min(pairs), max(pairs)), True,
                "<= 0.005", max(one.busy for one in series.values())),
         Row.median(name, "A/A difference (noise)", [noise], "of a step", True),
-        *step_rows(name, series),
+        *steps_of(name, series),
     ]  # fmt: skip
 
 
 # --------------------------------------------------------------------------- rates that change
 
 
-def trace(name: str, engine: str) -> list[Row]:
-    """Steps in each part of the trace, by plan."""
-    scene, counts = Scene(6, 64, 8, 0.1), {}
-    for how in ("learns", *FIXED):
-        flags = () if how == "learns" else ("--holmes-inflight", how, "--holmes-adapt", "off")
-        tell(f"{name}: {how}")
-        counts[how] = _steps_of(engine, scene, flags)
-    best = [max(counts[how][part] for how in FIXED) for part in range(len(TRACE))]
-    totals = {how: sum(parts) for how, parts in counts.items()}
-    fixed = max(totals[how] for how in FIXED)
-    rows = [
-        Row.median(name, "steps, learns : the best fixed plan of each part", [totals["learns"] / sum(best)],
-                   "x", True, ">= 0.95"),
-        Row.median(name, "steps, learns : the best one fixed plan", [totals["learns"] / fixed], "x", True,
-                   ">= 1"),
-    ]  # fmt: skip
-    return [*rows,
-            *(Row.median(name, f"steps, {how}", [total], "steps", True) for how, total in totals.items())]
+def trace(name: str, engine: str, runs: Runs) -> list[Row]:
+    scene = Scene(6, 64, 8, 0.05)
+    return adapt_trace.rows(name, _script(engine, scene), _accelerator(engine, scene), scene.half_bps, _file,
+                            _variant, runs)
 
 
-def _steps_of(engine: str, scene: Scene, flags: tuple[str, ...]) -> list[int]:
-    with tempfile.TemporaryDirectory() as directory:
-        file, log = _file(Path(directory), scene.half_bps), Path(directory, "log.jsonl")
-        variant = _variant("", file, *flags)
-        with Lab(variant.spec, realtime=True) as lab:
-            command = [sys.executable, *_script(engine, scene), "--steps", "100000", "--log", str(log),
-                       *variant.flags]
-            throttle = Path(directory, "throttle.json")
-            accelerator = {**_accelerator(engine, scene), "throttle": str(throttle)}
-            job = lab.start(command, order=variant.order, accelerator=accelerator,
-                            env={"DS_ACCELERATOR": "cpu"}, preload=("torch",), timeout=900)
-            while _lines(log) < 3:
-                if job.poll() is not None:
-                    raise SystemExit(f"adapt.py: {job.poll().outputs}")
-                time.sleep(0.1)
-            counts = []
-            for part in TRACE:
-                before = _lines(log)
-                for node in lab.nodes:
-                    lab.set_rate(node.name, "eth0", round(part.rate * scene.half_bps))
-                lab.set_link("b0", "eth0", part.link)
-                new = throttle.with_suffix(".new")
-                new.write_text(json.dumps({"b0": part.speed}))
-                new.rename(throttle)
-                time.sleep(part.seconds)
-                counts.append(_lines(log) - before)
-            job.kill()
-            job.wait()
-    return counts
-
-
-def _lines(log: Path) -> int:
-    return len(log.read_text().splitlines()) if log.exists() else 0
-
-
-def predicted(name: str, engine: str) -> list[Row]:
+def predicted(name: str, engine: str, runs: Runs) -> list[Row]:
     scene = Scene(6, 64, 8, 0.1)
 
     def run(variant: Variant, micro_batches: int) -> float:
@@ -239,7 +176,11 @@ def predicted(name: str, engine: str) -> list[Row]:
                             accelerator=_accelerator(engine, scene)).values()
         return series.median
 
-    return adapt_prediction.rows(name, engine, scene.half_bps, _file, _variant, run)
+    return adapt_prediction.rows(name, engine, scene.half_bps, _file, _variant, run, runs)
+
+
+def simulated(name: str, number: int, repetitions: int) -> list[Row]:
+    return adapt_simulated.drawn(name, number) if number else adapt_simulated.hour(name)
 
 
 # --------------------------------------------------------------------------- the vote
@@ -298,21 +239,29 @@ MADE = {
     "nothing to gain": (nothing_to_gain, "deepspeed"),
     "nothing to gain plain": (nothing_to_gain, "plain"),
     "vote": (vote,),
+    **{f"simulated {number}": (simulated, number) for number in range(1, adapt_simulated.DRAWN + 1)},
+    "simulated hour": (simulated, 0),
 }  # fmt: skip
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
-    arguments.add_argument("--resume", action="store_true", help="not the scenes that the file has")
+    Runs.add_arguments(arguments)
     given = arguments.parse_args()
-    there = {row.scene for row in kept(given.json)} if given.resume else set()
-    names, rows = [name for name in chosen(given.scenes, MADE) if name not in there], []
+    names, runs, rows = chosen(given.scenes, MADE), Runs(given.runs, given.minutes), []
     for name in names:
-        made, *about = MADE[name]
-        rows += made(name, *about) if made in (trace, predicted) else made(name, *about, given.repetitions)
+        rows += rows_of(name, given.repetitions, runs)
         write([*kept(given.json, names), *rows], given.json)
     return finish([*kept(given.json, names), *rows], given.json, "A plan that learns while the job runs")
+
+
+def rows_of(name: str, repetitions: int, runs: Runs) -> list[Row]:
+    made, *about = MADE[name]
+    if made in (trace, predicted):
+        return made(name, *about, runs)
+    found = runs.of(name, lambda: [row.to_dict() for row in made(name, *about, repetitions)])
+    return list(map(Row.from_dict, found or []))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from harness import Row, tell
+from harness import Row, Runs
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
@@ -73,26 +75,33 @@ def pipeline_of(profile: Profile, files: dict[float, Path], engine: str, other: 
 
 
 def rows(name: str, engine: str, half_bps: float, write: Callable[[Path, float], Path],
-         variant: Callable[..., Variant], run: Callable[[Variant, int], float]) -> list[Row]:
+         variant: Callable[..., Variant], run: Callable[[Variant, int], float], runs: Runs) -> list[Row]:
     """write(folder, rate): a cluster file; variant(name, file, *flags); run(variant, micro-batches): the
-    median step, once the plan has been learned."""
+    median step, once the plan has been learned. [] while a run is missing."""
     errors, found = [], []
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         files = {rate: write(folder, rate * half_bps) for rate in {one.rate for one in (SEEN, *UNSEEN)}}
-        tell(f"{name}: {SEEN.name}")
-        telemetry = folder / "telemetry"
-        seen = variant("seen", files[SEEN.rate], "--holmes-telemetry", str(telemetry))
-        seen_s = run(seen, SEEN.micro_batches)
-        model = next(one.model for one in load(telemetry).ranks if one.model is not None)
-        (folder / "model.json").write_text(json.dumps(model))
+
+        def learn() -> tuple[float, dict[str, Any]]:
+            telemetry = folder / "telemetry"
+            seen = variant("seen", files[SEEN.rate], "--holmes-telemetry", str(telemetry))
+            seconds = run(seen, SEEN.micro_batches)
+            return seconds, next(one.model for one in load(telemetry).ranks if one.model is not None)
+
+        def measure(other: Other) -> float:
+            layers = ("--holmes-sizes", "pipeline=2", "--holmes-partition", ",".join(map(str, other.layers)))
+            return run(variant("unseen", files[other.rate], *layers), other.micro_batches)
+
+        learned = runs.of(f"{name}: {SEEN.name}, its model", learn)
+        every = [runs.of(f"{name}: {other.name}", partial(measure, other)) for other in UNSEEN]
+        if learned is None or None in every:
+            return []
+        (folder / "model.json").write_text(json.dumps(learned[1]))
         profile = load_profile(folder / "model.json")
         base_s = pipeline_of(profile, files, engine, SEEN)
-        for other in UNSEEN:
-            tell(f"{name}: {other.name}")
-            layers = ("--holmes-sizes", "pipeline=2", "--holmes-partition", ",".join(map(str, other.layers)))
-            measured_s = run(variant("unseen", files[other.rate], *layers), other.micro_batches)
-            predicted_s = seen_s - base_s + pipeline_of(profile, files, engine, other)
+        for other, measured_s in zip(UNSEEN, every):
+            predicted_s = learned[0] - base_s + pipeline_of(profile, files, engine, other)
             errors.append(abs(predicted_s / measured_s - 1))
             found += [Row.median(name, f"{other.name}: {what}", [seconds], "s", True)
                       for what, seconds in (("predicted", predicted_s), ("measured", measured_s))]

@@ -51,12 +51,12 @@ def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
 
 def rows(scene: str, found: list[tuple[Answer, float]]) -> list[Row]:
     def of(answer: Answer, name: str) -> float:
-        return next(way.crossing for way in answer.ways if way.name == name)
+        return next(way.crossing for way in answer.placements if way.name == name)
 
     def parts(name: str) -> list[float]:
         return [answer.best.crossing / of(answer, name) for answer, _ in found if of(answer, name)]
 
-    costs = [answer.best.cost / next(way.cost for way in answer.ways if way.name == EPLB)
+    costs = [answer.best.cost / next(way.cost for way in answer.placements if way.name == EPLB)
              for answer, _ in found]
     return [
         Row.median(scene, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"),

@@ -2,7 +2,7 @@
 alone.
 
     python benchmarks/joined_losses.py --json FILE [--scenes NAME,...] [--steps 1500] [--seeds 3]
-        [--ways NAME;...] [--jobs 2] [--runs FILE] [--minutes M]
+        [--first-seed 0] [--ways NAME;...] [--jobs 2] [--runs FILE] [--minutes M]
 
 No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine schedule (to a
 tenth) and clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs
@@ -23,6 +23,7 @@ import sys
 from itertools import product
 
 import harness
+import outer_steps
 import torch
 from harness import Row, Runs, finish, kept, parser, tell, write
 from torch.nn import functional as F
@@ -42,6 +43,7 @@ SCENES = {
     "0.12 M at 2e-3": (2, 64, 2, 2e-3),
     "0.8 M at 4e-3": (4, 128, 4, 4e-3),
     "0.8 M at 2e-3": (4, 128, 4, 2e-3),
+    "2.7 M at 2e-3": (6, 192, 6, 2e-3),
 }
 MEASURED = "evaluation loss", "evaluation loss of one job's weights", "training loss"
 #: Ways to join, as --holmes-outer says them.
@@ -84,6 +86,7 @@ class Copy:
         torch.manual_seed(seed)
         *size, lr = SCENES[scene]
         self.model = GPT(*size, SEQUENCE)
+        outer_steps.OuterMuon.shapes[:] = [p.shape for p in self.model.parameters()]
         self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
         place = 0
         for p in self.model.parameters():
@@ -228,6 +231,7 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--first-seed", type=int, default=0)
     arguments.add_argument("--jobs", type=int, default=2)
     arguments.add_argument(
         "--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own"
@@ -253,7 +257,7 @@ def main() -> int:
     rows: dict[tuple[str, str], Row] = {(row.scene, row.metric): row for row in before}
     for scene, way in product(scenes, chosen):
         found = []
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
 
             def once(scene: str = scene, way: str = way, seed: int = seed) -> tuple[float, ...]:
                 return train(scene, way, seed, args.jobs, args.steps, training, held_out)

@@ -11,6 +11,8 @@ environment of its own, what fits, the tests, and runs in the lab.
              off
     tests    tests of the row's features, losses against stock's, overlap and checkpoints among them
     lab      stock against holmes on emulated clusters (matrix_lab.py), compute emulated
+    nccl     tests of torch's features once more, over NCCL on emulated GPUs (HOLMES_NCCL_SOURCE has its
+             source), for rows whose torch those can be built for
 
 A row's environment is build/matrix/NAME: a Python and a torch of its own (5 GB with the CUDA libraries that
 pip brings, which no CPU calls; 2 GB with --slim, which leaves them out (matrix_torch.py); --pip
@@ -46,7 +48,7 @@ from matrix_rows import NEXT, ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
-PARTS = ("check", "tests", "lab")
+PARTS = ("check", "tests", "lab", "nccl")
 #: What the tests need beside a row's packages.
 TOOLS = ("wrapt", "packaging", "rich", "psutil", "scipy", "matplotlib", "prometheus_client", "numpy",
          "setuptools", "wheel", "pybind11", "pytest", "pytest-timeout", "pytest-rerunfailures")
@@ -62,9 +64,13 @@ def missing(row: Row) -> str:
     return f"set {variable} to a checkout" if variable and not os.environ.get(variable) else ""
 
 
+def folder_of(row: Row) -> Path:
+    return ROOT / "build" / "matrix" / re.sub(r"\W+", "-", row.name)
+
+
 def environment(row: Row, pip: list[str], slim: bool) -> Path:
     """The row's Python, made where it is not there."""
-    folder = ROOT / "build" / "matrix" / re.sub(r"\W+", "-", row.name)
+    folder = folder_of(row)
     python = folder / "bin" / "python"
     if (folder / "made").exists():
         return python
@@ -114,9 +120,10 @@ def lay_out(row: Row, folder: Path) -> None:
     shutil.copy(ROOT / "holmes_ext.pth", site)
 
 
-def run(row: Row, python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(row: Row, python: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     own = {"MEGATRON_LM_DIR": str(python.parents[1] / "megatron-lm")} if row.source else {}
-    environ = {**os.environ, **own, "PATH": f"{python.parent}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu"}
+    environ = {**os.environ, **own, "PATH": f"{python.parent}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu",
+               **more}
     return subprocess.run([str(python), *arguments], cwd=ROOT, capture_output=True, text=True, env=environ)
 
 
@@ -147,24 +154,26 @@ def check(row: Row, python: Path, found: dict[str, Any]) -> list[Figure]:
             figure(row, "features off that doctor does not name", len(silent), "features", "<= 0")]
 
 
-def tests(row: Row, python: Path, files: tuple[str, ...]) -> list[Figure]:
+def tests(row: Row, python: Path, files: tuple[str, ...], on: str = "", **more: str) -> list[Figure]:
+    """on: " on NCCL"; more: variables of the environment."""
     done = run(row, python, "-m", "pytest", "-q", "-rfE", "--timeout", "900", "-p", "no:cacheprovider",
-               *files)
+               *files, **more)
     with tempfile.NamedTemporaryFile(mode="w", prefix="matrix-", suffix=".log", delete=False) as log:
         log.write(done.stdout + done.stderr)
     last = (done.stdout.strip().splitlines() or [done.stderr[-500:]])[-1]
-    tell(f"{row.name}: {last} ({log.name})")
+    tell(f"{row.name}: {last}{on} ({log.name})")
     count = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", last)}
     bad = count.get("failed", 0) + count.get("error", 0)
     for line in re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE):
         tell(f"{row.name}: {line}")
-    return [figure(row, "tests passed", count.get("passed", 0), "tests"),
-            figure(row, "tests failed", bad or int(not count.get("passed")), "tests", "<= 0")]
+    return [figure(row, f"tests passed{on}", count.get("passed", 0), "tests"),
+            figure(row, f"tests failed{on}", bad or int(not count.get("passed")), "tests", "<= 0")]
 
 
-def lab(row: Row, python: Path, repetitions: int) -> list[Figure]:
+def lab(row: Row, python: Path, repetitions: int, scenes: str) -> list[Figure]:
+    """scenes: of the row's, those that are named; "": all."""
     made = []
-    for scene in row.lab:
+    for scene in (one for one in row.lab if not scenes or one in scenes.split(",")):
         done = run(row, python, "benchmarks/matrix_lab.py", scene, "--repetitions", str(repetitions))
         if done.returncode:
             tell(f"{row.name}: {scene}: {done.stderr[-3000:]}")
@@ -174,7 +183,8 @@ def lab(row: Row, python: Path, repetitions: int) -> list[Figure]:
         ratios = [stock / ours for stock, ours in zip(seconds["stock"], seconds["holmes"])]
         ratio = sum(seconds["stock"]) / sum(seconds["holmes"])
         spread, target = (min(ratios), max(ratios)), ">= 2" if scene == "FSDP2" else ">= 1.6"
-        made.append(Figure.of(row.name, f"{scene}, holmes : stock", ratio, "x", spread, True, target))
+        made.append(Figure.of(row.name, f"{scene}, holmes : stock", ratio, "x", spread, True, target,
+                              seconds["busy"]))
         # Buckets of another size let a ring of four add in another order, and the log has seven digits.
         limit = "<= 1e-5" if scene == "Megatron-DeepSpeed" else "<= 1e-6"
         made.append(figure(row, f"{scene}, largest loss difference", seconds["difference"], "nats", limit))
@@ -188,6 +198,7 @@ def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> 
 
 def next_versions(pip: list[str], slim: bool) -> int:
     """What no longer fits the newest of everything; 1 where something does not."""
+    shutil.rmtree(folder_of(NEXT), ignore_errors=True)  # what was newest when it was made
     python = environment(NEXT, pip, slim)
     found: dict[str, Any] = {}
     listed = run(NEXT, python, "-m", "pip", "list", "--format", "freeze").stdout
@@ -199,8 +210,9 @@ def next_versions(pip: list[str], slim: bool) -> int:
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--parts", default="", metavar="NAME,...", help="check, tests, lab, or few")
+    arguments.add_argument("--parts", default="", metavar="NAME,...", help="check, tests, lab, nccl, or few")
     arguments.add_argument("--repetitions", type=int, default=3, help="runs of each variant in the lab")
+    arguments.add_argument("--lab", default="", metavar="SCENE,...", help="of a row's, these alone")
     arguments.add_argument("--pip", default="", help="more arguments of pip, where it installs torch")
     arguments.add_argument("--slim", action="store_true", help="torch without CUDA's libraries")
     arguments.add_argument("--keep", action="store_true", help="leave the environments that were made")
@@ -209,8 +221,10 @@ def main() -> int:
     if args.next:
         return next_versions(shlex.split(args.pip), args.slim)
     makers = {"check": check, "tests": lambda row, python, _: tests(row, python, row.tests),
+              "nccl": lambda row, python, _: tests(row, python, row.nccl, " on NCCL",
+                                                   HOLMES_TEST_CARRIER="nccl", HOLMES_GPU_UNTRIED="1"),
               "few": lambda row, python, _: tests(row, python, row.few),
-              "lab": lambda row, python, _: lab(row, python, args.repetitions)}
+              "lab": lambda row, python, _: lab(row, python, args.repetitions, args.lab)}
     parts = [part for part in args.parts.split(",") if part] or PARTS
     if unknown := [part for part in parts if part not in makers]:
         tell(f"matrix.py: no part {unknown[0]!r}; there are {', '.join(makers)}")
@@ -225,7 +239,7 @@ def main() -> int:
         if not open_parts or (lack := missing(row)):
             tell(f"{name}: {'made' if not open_parts else f'left out: {lack}'}")
             continue
-        there = (ROOT / "build" / "matrix" / re.sub(r"\W+", "-", name) / "made").exists()
+        there = (folder_of(row) / "made").exists()
         python = environment(row, shlex.split(args.pip), args.slim)
         for part in open_parts:
             begin = time.monotonic()
@@ -233,7 +247,9 @@ def main() -> int:
             tell(f"{name}: {part} took {time.monotonic() - begin:.0f} s")
             new = {(one.scene, one.metric) for one in made}
             figures = [one for one in figures if (one.scene, one.metric) not in new] + made
-            found["parts"][part] = datetime.date.today().isoformat()
+            there_now = {one.metric.partition(",")[0] for one in figures if one.scene == name}
+            if part != "lab" or {*row.lab} <= there_now:
+                found["parts"][part] = datetime.date.today().isoformat()
             if args.json:  # after each: a matrix takes long, and may be ended
                 figures.sort(key=lambda one: list(ROWS).index(one.scene))
                 document = {"machine": machine(), "versions": versions(), "made": about,
@@ -242,7 +258,7 @@ def main() -> int:
                 if args.json.resolve() == RESULTS:
                     matrix_table.write_pages(figures, about)
         if not (there or args.keep):
-            shutil.rmtree(python.parents[1])
+            shutil.rmtree(folder_of(row))
     return finish(figures, None, "Versions")
 
 

@@ -1,7 +1,8 @@
 """In the environment of a row of benchmarks/matrix.py: one scene in the lab, stock and under holmes in turns.
 
     python benchmarks/matrix_lab.py SCENE --repetitions 3      prints JSON: seconds of a
-                                                               step, difference of losses
+                                                               step, difference of losses, share of the
+                                                               cores that was used
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def main() -> int:
     series = MAKERS[args.scene](args.repetitions)
     stock, holmes = series["stock"], series["holmes"]
     print(json.dumps({"stock": stock.medians, "holmes": holmes.medians,
-                      "difference": max_loss_difference(stock, holmes)}))
+                      "difference": max_loss_difference(stock, holmes),
+                      "busy": max(stock.busy, holmes.busy)}))
     return 0
 
 

@@ -13,9 +13,9 @@ class Row:
     """An environment that somebody has.
 
     torch: what pip takes for it; "": that of this environment, whose packages are there too, below
-    `packages`. source: a tag or branch of Megatron-LM's, from the clone in MEGATRON_LM_DIR. nccl: what a
-    container brings, for rows on NCCL. features: the distributions whose features are counted. tests: files
-    and options of pytest. lab: of SCENES. kind: the table that the row stands in.
+    `packages`. source: a tag or branch of Megatron-LM's, from the clone in MEGATRON_LM_DIR. features: the
+    distributions whose features are counted. tests: files and options of pytest. lab: of SCENES. nccl: tests
+    over NCCL on emulated GPUs, whose runtime is CUDA 13's. kind: the table that the row stands in.
     """
 
     name: str
@@ -24,11 +24,11 @@ class Row:
     torch: str = ""
     python: str = ""
     source: str = ""
-    nccl: str = ""
     features: tuple[str, ...] = ("torch",)
     tests: tuple[str, ...] = ()
     few: tuple[str, ...] = ()
     lab: tuple[str, ...] = ()
+    nccl: tuple[str, ...] = ()
 
     def __post_init__(self):
         assert "," not in self.name, f"{self.name}: --scenes (ROWS of make matrix) is split at commas"
@@ -42,6 +42,11 @@ TORCH_TESTS = ("tests/patches/torch", "tests/runtime/measure/test_telemetry.py",
 #: Scripts that users have, on emulated clusters: the same, and what crosses.
 SCRIPT_TESTS = (*(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining")),
                 "integration_tests/stacks/test_trainer.py::test_losses_are_stock_s_and_only_sums_cross")
+#: What of torch's features can run over NCCL: sums, overlap, two levels, narrow messages, scripts.
+NCCL_TESTS = (*(f"tests/runtime/reduce/test_{name}.py"
+                for name in ("compress", "reducer", "tied", "two_level")),
+              "tests/runtime/groups/test_wire.py",
+              *(f"integration_tests/stacks/test_{name}.py" for name in ("pipelining", "fsdp2", "trainer")))
 DEEPSPEED_TESTS = tuple(f"integration_tests/deepspeed/test_{name}.py"
                         for name in ("overlap", "zero", "partition", "resume", "two_clusters", "joined"))
 MEGATRON_TESTS = tuple(f"integration_tests/megatron/test_{name}.py"
@@ -51,7 +56,8 @@ PRETRAIN_TESTS = ("integration_tests/megatron_deepspeed", "-k", "same_losses or 
 FEW_DEEPSPEED = tuple(f"integration_tests/deepspeed/test_{name}.py" for name in ("overlap", "resume"))
 FEW_MEGATRON = ("integration_tests/megatron/test_core.py", "-k",
                 "every_split or leave_ethernet or built_once")
-#: Of a pair of versions: what one framework can break of another.
+#: Of a pair of versions: what one framework can break of another; and the engines' losses alone.
+FEW_PAIR = (FEW_DEEPSPEED[0], "integration_tests/megatron/test_core.py", SCRIPT_TESTS[-1])
 PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py", *SCRIPT_TESTS)
 #: What a version that nobody knows breaks first, in some minutes.
 NEXT_TESTS = ("tests/patches", "integration_tests/deepspeed/test_overlap.py",
@@ -67,7 +73,7 @@ ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
 def _pair(name: str, torch: str, *packages: str, **more) -> Row:
     features = tuple(
         one for one in ALL if one == "torch" or any(each.startswith(f"{one}==") for each in packages))
-    defaults = {"features": features, "tests": PAIR_TESTS,
+    defaults = {"features": features, "tests": PAIR_TESTS, "few": FEW_PAIR,
                 "lab": ("deepspeed", "megatron-core", "Trainer", "FSDP2")}
     return Row(name, "pair", packages, f"torch=={torch}", **{**defaults, **more})
 
@@ -75,7 +81,7 @@ def _pair(name: str, torch: str, *packages: str, **more) -> Row:
 def _torch(version: str, packages: tuple[str, ...]) -> Row:
     lab = ("Trainer", "FSDP2") if version in ("2.6.0", "2.9.1", "2.15.0") else ()
     return Row(f"torch {version}", "torch", packages, f"torch=={version}", features=("torch", "transformers"),
-               tests=TORCH_TESTS, lab=lab)
+               tests=TORCH_TESTS, lab=lab, nccl=NCCL_TESTS if version == "2.13.0" else ())
 
 
 def _deepspeed(version: str) -> Row:
@@ -100,9 +106,9 @@ ROWS = {row.name: row for row in (
     # and the megatron-core of those months stands beside them
     _pair("oldest supported", "2.6.0", "deepspeed==0.14.5", "megatron-core==0.11.0", *OLD, python="3.10"),
     _pair("NVIDIA's 25.04 container", "2.7.1", "deepspeed==0.16.7", "megatron-core==0.12.3", *OLD,
-          "lightning==2.5.1", python="3.12", nccl="2.26.3"),
+          "lightning==2.5.1", python="3.12"),
     _pair("NVIDIA's 25.10 container", "2.9.1", "deepspeed==0.18.1", "megatron-core==0.14.0", *MIDDLE,
-          "lightning==2.5.5", python="3.12", nccl="2.27.7"),
+          "lightning==2.5.5", python="3.12"),
     _pair("pip install today", "2.15.0", *EVERYTHING, python="3.12"),
     _pair("Megatron-LM's main with torch of today", "2.15.0", *TODAY, python="3.12", source="main",
           features=("torch", "megatron-core"), tests=MEGATRON_TESTS, lab=("megatron-core",)),

@@ -9,27 +9,32 @@ from harness import Row as Figure
 from matrix_rows import ROWS, SCENES, Row
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Page -> the kinds of rows in each of its tables, and how many a table has at most.
-PAGES = {ROOT / "README.md": (("pair torch",), 10),
-         ROOT / "docs" / "versions.md": (("pair", "torch", "deepspeed", "megatron"), len(ROWS))}
+#: In README: the rows that most people are near to, each end of what is supported among them.
+FEW = ("NVIDIA's 25.04 container", "NVIDIA's 25.10 container", "pip install today", "torch 2.6.0",
+       "torch 2.9.1", "torch 2.15.0", "deepspeed 0.16.9", "deepspeed 0.19.8", "megatron-core 0.12.3",
+       "megatron-core 0.20.0")
+#: Page -> its tables: the rows of a kind, or those of FEW.
+PAGES = {ROOT / "README.md": ("few",),
+         ROOT / "docs" / "versions.md": ("pair", "torch", "deepspeed", "megatron")}
 COLUMNS = ("", "features on", "off", "tests passed", "failed", "in the lab, holmes : stock",
            "loss difference", "on NCCL", "date")
-HEAD = f"|{' | '.join(COLUMNS)} |\n{'| --- ' * len(COLUMNS)}|"
 
 
-def table(kinds: str, most: int, figures: list[Figure], about: dict[str, Any]) -> str:
-    """Markdown, a line for each of the first `most` rows of these kinds that have been made; by their names
-    alone where not all may stand."""
+def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
+    """Markdown, a line for each row that has been made, without the columns in which no row has anything; by
+    their names alone in "few"."""
     of_row: dict[str, dict[str, Figure]] = {}
     for one in figures:
         of_row.setdefault(one.scene, {})[one.metric] = one
-    lines = [HEAD]
+    lines = [COLUMNS]
     for row in ROWS.values():
-        if row.kind in kinds.split() and row.name in of_row:
+        if row.name in of_row and (row.name in FEW if kind == "few" else row.kind == kind):
             dates = about.get(row.name, {}).get("parts", {}).values()
-            name = _name(row) if most == len(ROWS) else row.name
-            lines.append(f"| {name} | {' | '.join(_cells(of_row[row.name]))} | {max(dates, default='-')} |")
-    return "\n".join(lines[: most + 1]) if lines[1:] else "None has been made yet."
+            name = row.name if kind == "few" else _name(row)
+            lines.append((name, *_cells(of_row[row.name]), max(dates, default="-")))
+    columns = [column for column in zip(*lines) if set(column[1:]) != {"-"}]
+    head, *rest = (f"| {' | '.join(cells)} |" for cells in zip(*columns))
+    return "\n".join((head, "| --- " * len(columns) + "|", *rest)) if rest else "None has been made yet."
 
 
 def _name(row: Row) -> str:
@@ -45,7 +50,8 @@ def _cells(found: dict[str, Figure]) -> list[str]:
         return f"{found[metric].value:g}" if metric in found else "-"
 
     named = {scene: f"{scene}, holmes : stock" for scene in SCENES}
-    ratios = [f"{scene} {found[metric].value:.2f} x" for scene, metric in named.items() if metric in found]
+    ratios = [f"{scene} {found[metric].value:.2f} x{' (cores busy)' if found[metric].bound else ''}"
+              for scene, metric in named.items() if metric in found]
     differences = [one.value for metric, one in found.items() if metric.endswith("largest loss difference")]
     return [number("features on"), number("features off"), number("tests passed"), number("tests failed"),
             ", ".join(ratios) or "-", f"{max(differences):.1g}" if differences else "-",
@@ -67,9 +73,9 @@ def off(about: dict[str, Any]) -> str:
 
 def write_pages(figures: list[Figure], about: dict[str, Any]) -> None:
     """Between each page's markers: <!-- matrix KIND -->, and <!-- matrix off -->."""
-    for path, (tables, most) in PAGES.items():
+    for path, tables in PAGES.items():
         page = path.read_text()
-        texts = {kinds: table(kinds, most, figures, about) for kinds in tables}
+        texts = {kind: table(kind, figures, about) for kind in tables}
         if "<!-- matrix off -->" in page:
             texts["off"] = off(about)
         for kind, text in texts.items():

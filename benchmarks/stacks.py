@@ -96,9 +96,9 @@ def data_parallel(stack: str, args) -> list[Row]:
 def predicted(scene: str, series: dict[str, Series], step: Callable[..., float], flops: float,
               ways) -> list[Row]:
     """ways: variant -> what it is for `step`, one of benchmarks/stacks_prediction.py's."""
-    ground = prediction.Ground.of(CLUSTERS)
-    software_s = prediction.fitted(lambda seconds: step(ground, ONE, flops, seconds), series[ONE].median)
-    seconds = {name: step(ground, "stock" if name == "stock" else "holmes", flops, software_s, **more)
+    stack_site = prediction.StackSite.of(CLUSTERS)
+    software_s = prediction.fitted(lambda seconds: step(stack_site, ONE, flops, seconds), series[ONE].median)
+    seconds = {name: step(stack_site, "stock" if name == "stock" else "holmes", flops, software_s, **more)
                for name, more in ways.items()}
     return prediction.rows(scene, seconds, {name: series[name].median for name in seconds})
 

@@ -99,7 +99,7 @@ class Networks:
 
 
 @dataclass(frozen=True)
-class Ground:
+class StackSite:
     """A cluster file's nodes as stock numbers them, as holmes does, and all of them on one fast network."""
 
     spec: SiteSpec
@@ -108,7 +108,7 @@ class Ground:
     parameter_s: float
 
     @classmethod
-    def of(cls, file: Path) -> Ground:
+    def of(cls, file: Path) -> StackSite:
         networks = Networks.load()
         return cls(load_spec(file), networks.links(file.stem), networks.links(ONE), networks.parameter_s)
 
@@ -119,26 +119,26 @@ class Ground:
         return site, order, self.one_links if way == "one cluster" else self.links
 
 
-def data_parallel(ground: Ground, way: str, flops: float, parameter_s: float) -> float:
+def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: float) -> float:
     """DistributedDataParallel's step; way: "stock" (one ring on Ethernet), "holmes" (two levels), "one
     cluster". parameter_s: CPU seconds of a parameter, most of them the norm's and the optimizer's: a block's
     own computing is inside its emulated time."""
     buckets = {"two_level": True, "direct": True} if way == "holmes" else DDP_BUCKETS
     run = Execution(DDP, overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
-    return _step(ground, way, flops, run, tied=True)
+    return _step(stack_site, way, flops, run, tied=True)
 
 
-def sharded(ground: Ground, way: str, flops: float, block_s: float, hybrid: bool = False) -> float:
+def sharded(stack_site: StackSite, way: str, flops: float, block_s: float, hybrid: bool = False) -> float:
     """examples/fsdp2's step, sharded over all ranks or (hybrid) inside clusters: torch awaits each collective
     on CPUs, and gloo's reduce-scatter is an all-reduce. block_s: CPU seconds of FSDP in a block's forward or
     backward."""
     run = Execution(LOOP, zero=3, scatter=1.0, replicas="clusters" if hybrid else "", block_s=block_s, sums=1,
-                    parameter_s=ground.parameter_s, cores=CORES)
-    return _step(ground, way, flops, run, tied=False)
+                    parameter_s=stack_site.parameter_s, cores=CORES)
+    return _step(stack_site, way, flops, run, tied=False)
 
 
-def _step(ground: Ground, way: str, flops: float, run: Execution, tied: bool) -> float:
-    site, order, links = ground.placed(way)
+def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: bool) -> float:
+    site, order, links = stack_site.placed(way)
     gpt = Model(LAYERS, HIDDEN, 4, SEQUENCE, BYTES, micro_batches=1, activation_width=4, tied=tied)
     costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops), LAYERS, 1, 1)
     only = stock_fabric(site) if way == "stock" else None

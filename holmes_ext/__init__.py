@@ -19,6 +19,7 @@ _HOMES = {
     "HolmesError": "holmes_ext.errors",
     "disable": "holmes_ext.job",
     "enable": "holmes_ext.job",
+    "enable_on_nodes": "holmes_ext.job",
     "joined_state_dict": "holmes_ext.runtime.outer.training",
     "load_joined_state_dict": "holmes_ext.runtime.outer.training",
     "place_experts": "holmes_ext.plan.experts.program",

@@ -57,10 +57,10 @@ def _networks(current: Session) -> str:
     return "; ".join(filter(None, (text, verbs, f"with gloo {sockets}" if sockets != verbs else "")))
 
 
-def _used(current: Session, carrier: str) -> str:
+def _used(current: Session, network_api: str) -> str:
     kinds: dict[str, list[str]] = {}
     known = current.site.fabric_by_name
-    for kind, fabrics in current.plan.traffic_of(carrier).transports.items():
+    for kind, fabrics in current.plan.traffic_of(network_api).transports.items():
         if getattr(current.plan.sizes, kind, 2) > 1:  # "world" has no size of its own
             names = dict.fromkeys(known[name].kind if name in known else "memory" for name in fabrics)
             kinds.setdefault(" and ".join(names), []).append(kind)

@@ -38,6 +38,8 @@ _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 _REQUIRED = object()
 #: Seconds without a byte until a pipe is given up that was named instead of a file.
 _PIPE_S = 5.0
+#: Of a file that is read as a document.
+_MOST_BYTES = 2**28
 
 
 class Table:
@@ -227,17 +229,24 @@ def read_text(path: str | Path, advice: str) -> str:
 
 
 def _read(path: str | Path) -> bytes:
-    """All of a file. A pipe is read until its end, or until nothing comes for a while (OSError)."""
+    """All of a file of at most _MOST_BYTES. A pipe is read until its end, or until nothing comes for a while.
+    OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb", buffering=0) as file:
         if stat.S_ISREG(os.fstat(descriptor).st_mode) or stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            return file.read()
-        parts = [b""]
-        while len(parts) < 2 or parts[-1]:
-            if not select.select([file], [], [], _PIPE_S)[0]:
-                raise TimeoutError(f"nothing comes out of it for {_PIPE_S:.0f} s")
-            parts.append(file.read(2**20) or b"")
-        return b"".join(parts)
+            parts = [file.read(_MOST_BYTES + 1)]
+        else:
+            parts = [b""]
+            while len(parts) < 2 or parts[-1]:
+                if not select.select([file], [], [], _PIPE_S)[0]:
+                    raise TimeoutError(f"nothing comes out of it for {_PIPE_S:.0f} s")
+                parts.append(file.read(2**20) or b"")
+                if len(parts) > 2 + (_MOST_BYTES >> 20):
+                    break
+        data = b"".join(parts)
+        if len(data) > _MOST_BYTES:
+            raise OSError(f"it has more than {_MOST_BYTES >> 20} MiB")
+        return data
 
 
 def save(path: str | Path, text: str, what: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from holmes_ext import banner, patches
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, options_from, parse_flags
+from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.command_line import arguments
@@ -106,6 +107,12 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
     _start(options_from(**values), sys.argv[1:])
 
 
+def enable_on_nodes(cluster: str | None) -> None:
+    """For `holmes probe` and `holmes doctor`: as enable(), with any number of processes on a node, whatever
+    cluster.toml says, and without the command line of a job."""
+    _start(options_from(**({"cluster": cluster} if cluster else {})), [], counted=False)
+
+
 def disable() -> None:
     """Undo every patch and put the environment back; process groups that exist keep their transport."""
     start_stop.stop()
@@ -127,7 +134,10 @@ def initialize_model_parallel() -> Callable[..., Any]:
 
 
 def asked_for(options: Options, argv: list[str]) -> Request:
-    """What the script's arguments and the options ask for; HolmesError where they say too little."""
+    """What the script's arguments and the options ask for; HolmesError where they say too little, and where
+    Python is free-threaded."""
+    if lack := without_gil():
+        raise HolmesError(f"{lack} (free-threaded), with which nobody tried holmes: {WITH_GIL}")
     engine = engine_of(describe(argv).framework, argv)
     request = Request(options, overlap=arguments.overlaps(options.overlap, argv), engine=engine)
     said = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None
@@ -137,7 +147,8 @@ def asked_for(options: Options, argv: list[str]) -> Request:
     return request
 
 
-def _start(options: Options, argv: list[str], trouble: HolmesError | None = None) -> None:
+def _start(options: Options, argv: list[str], trouble: HolmesError | None = None,
+           counted: bool = True) -> None:
     process, registry = launcher.detect(os.environ), patches.registry()
     _before.update({name: os.environ.get(name) for name in _TOUCHED})
     if process.rank != 0:  # what is off and why is the same everywhere, or agree_on_patches() ends the job
@@ -161,6 +172,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             told = metrics.open_metrics(options, process)
         except HolmesError as error:
             trouble = trouble or error
+        request.counted = counted
         current, lines = start(request, process, agreed, trouble)
         lines += joins
         if joins:

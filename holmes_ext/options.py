@@ -62,10 +62,9 @@ class Options:
     bucket: str = _option(
         "", "megabytes of gradients that travel together (default: from the fabric's latency and rate)")
     inflight: str = _option(
-        "auto",
-        "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core start as many forward"
-        " passes before their first backward as hide the edges between them and fit the memory; N: so many "
-        "more than 1F1B; off: the engine's own schedule, sends that block")
+        "auto", "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core start as many "
+        "forward passes before their first backward as hide the edges between them and fit the memory; N: so "
+        "many more than 1F1B; off: the engine's own schedule, sends that block")
     passes: str = _option(
         "1f1b",
         "1f1b (default): stages alternate forward and backward passes; auto: backward passes are in two, for"
@@ -76,6 +75,10 @@ class Options:
         "take, and all ranks go on with it from one step's boundary: micro-batches in flight, how "
         "gradients are summed (GradientReducer, DeepSpeed's overlapped reduction); tell: says what it would "
         "do; off: the plan stays", ("on", "tell", "off"))
+    apart: str = _option(
+        "off", "off (default), or N such as 2: where a data-parallel step takes N times what it would "
+        "without gradients between the clusters, they go on as joined jobs, by --holmes-outer, and come back "
+        "when the network allows it; losses differ (docs/adapt.md)")
     restart: str = _option(
         "tell", "tell (default): what only a restart can change is told, with what it would bring; auto: the "
         "job does it after its next checkpoint, where torchrun --max-restarts starts it again (layers of "
@@ -98,16 +101,14 @@ class Options:
         "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted"
         " step), or layers of each stage: 5,3")
     model: str = _option(
-        "",
-        "FILE: the model as TOML, see examples/models (for speed and balanced; default: read from Megatron's"
-        " flags)")
+        "", "FILE: the model as TOML, see examples/models (for speed and balanced; default: read from "
+        "Megatron's flags)")
     preflight: str = _option(
         "on", "on (default): before training every node tries its neighbours of every group over the NIC "
         "chosen for it; off: no", ("on", "off"))
     fallback: str = _option(
-        "ethernet",
-        "ethernet (default): groups whose fast NIC does not work go over Ethernet, on all their ranks;"
-        " fail: the job ends", ("ethernet", "fail"))
+        "ethernet", "ethernet (default): groups whose fast NIC does not work go over Ethernet, on all their "
+        "ranks; fail: the job ends", ("ethernet", "fail"))
     patience: str = _option(
         "20", "seconds that a NIC in use may be without link until the job ends with a line that names it "
         "(default 20; 0: no limit)")
@@ -134,8 +135,8 @@ class Options:
     join_certificate: str = _option(
         "", "FILE: PEM with this job's certificate, its chain and its key, of a site's CA (default: made at "
         "start, and bound to the token)")
-    join_ca: str = _option("",
-                           "FILE: PEM of that CA; all jobs and `holmes join serve` give one of the same CA")
+    join_ca: str = _option(
+        "", "FILE: PEM of that CA; all jobs and `holmes join serve` give one of the same CA")
     join_ports: str = _option(
         "", "PORT, FIRST-LAST, any (default) or none: where this job's ranks listen for other jobs; none: "
         "they only call, and are reached through `holmes join serve`")
@@ -155,14 +156,15 @@ class Options:
                 raise HolmesError(f"{flag(name)}: {value!r} is not a text")
             if name in CHOICES and value not in CHOICES[name]:
                 raise HolmesError(f"{flag(name)}: {value!r} is not one of {', '.join(CHOICES[name])}")
-        bucket, timeout, patience = (_decimal(text)
-                                     for text in (self.bucket or "1", self.timeout, self.patience))
+        bucket, timeout, patience = map(_decimal, (self.bucket or "1", self.timeout, self.patience))
         refused = {
             "partition": self.partition not in PARTITIONS and not self.stage_layers
             and f"is not one of {', '.join(PARTITIONS)}, nor layers of each stage such as 5,3",
             "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
             "inflight": self.inflight not in ("auto", "off") and not self.inflight[:4].isdecimal()
             and "is none of auto, off and a number of micro-batches",
+            "apart": self.apart != "off" and not 1.1 <= _decimal(self.apart) <= 1000
+            and "is neither off nor a number, 1.1 or more",
             "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
             "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",
             "watchdog": self.watchdog != "off" and not self.watchdog_limits
@@ -229,6 +231,11 @@ class Options:
     @property
     def timeout_s(self) -> float:
         return float(self.timeout)
+
+    @property
+    def apart_from(self) -> float:
+        """Times the step of clusters by themselves, from which on they go apart; 0: never."""
+        return 0.0 if self.apart == "off" else float(self.apart)
 
     @property
     def patience_s(self) -> float:

@@ -14,6 +14,7 @@ import pytest
 from carriers import LESS_MEMORY, ON_GPUS, gpus
 from packaging.version import Version
 
+from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.lab import Lab, interleave
 from holmes_ext.lab.gpu.watcher import Watcher, wait_watched
 
@@ -42,24 +43,31 @@ class LabOf:
     """A lab of one cluster file, nodes launched in turn (a0, b0, a1, b1): what a scheduler that knows nothing
     does."""
 
-    def __init__(self, file: Path, lab: Lab):
-        self.file, self.lab, self.spec = file, lab, lab.spec
-        self.order = interleave(lab.spec)
+    def __init__(self, file: Path, lab: Lab, spec: SiteSpec | None = None):
+        """spec: of the file, where it names some of the lab's nodes only."""
+        self.file, self.lab, self.spec = file, lab, spec or lab.spec
+        self.order = interleave(self.spec)
         #: The flags with which a script runs under holmes.
         self.holmes = ("--holmes", "--holmes-cluster", str(file))
 
-    def run(self, *command: str, timeout: float = 240, preload=("torch",), env=None, **more):
-        """Run a command (a script's path and arguments, unless it starts with "sh") on every node. On
-        emulated GPUs what hangs fails with the circle of its waits."""
+    def _with(self, way, *command: str, preload=("torch",), env=None, **more):
         argv = list(command) if command[0] == "sh" else [sys.executable, *command]
         preload = () if command[0] == "sh" else preload
         # pytest's variable would give every test an environment, and so a preloaded Python, of its own
         env = {"PYTEST_CURRENT_TEST": "", **_FRAMEWORKS, **(env or {})}
+        if ON_GPUS:
+            more.setdefault("gpus", gpus())
+        return way(argv, order=self.order, preload=preload, env=env, **more)
+
+    def start(self, *command: str, **more):
+        """The job of a command (a script's path and arguments, unless it starts with "sh") on every node."""
+        return self._with(self.lab.start, *command, **more)
+
+    def run(self, *command: str, timeout: float = 240, **more):
+        """start(), to its end. On emulated GPUs what hangs fails with the circle of its waits."""
         if not ON_GPUS:
-            return follows_plan(self.lab.run(argv, order=self.order, timeout=timeout, preload=preload,
-                                             env=env, **more))
-        more.setdefault("gpus", gpus())
-        job = self.lab.start(argv, order=self.order, timeout=3 * timeout, preload=preload, env=env, **more)
+            return follows_plan(self._with(self.lab.run, *command, timeout=timeout, **more))
+        job = self.start(*command, timeout=3 * timeout, **more)
         labels = [f"{node}:{local}" for node in self.order for local in range(more.get("processes") or 1)]
         watched = wait_watched(job, Watcher(job.watch), labels, lambda lines: print("\n".join(lines)))
         assert not watched.hang, "\n".join(watched.hang)

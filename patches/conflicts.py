@@ -1,10 +1,11 @@
 """Versions of two packages that do not work together, with or without holmes: what they say themselves, and
-what was found.
+what was found. And a Python that holmes refuses.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from collections.abc import Callable, Iterator
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -28,6 +29,13 @@ _FOUND = (
 )  # fmt: skip
 #: Whose own requirements are looked at: those that holmes patches.
 _STATED_BY = ("deepspeed", "megatron-core")
+WITH_GIL = "set PYTHON_GIL=1, or take a Python that has the lock"
+
+
+def without_gil() -> str:
+    """What this process's Python lacks, where it is a free-threaded one; "" where it has the lock."""
+    enabled = getattr(sys, "_is_gil_enabled", None)  # Python 3.13 and newer
+    return "" if enabled is None or enabled() else "this Python runs without the global interpreter lock"
 
 
 def conflicts(version_of: Callable[[str], str | None] = installed_version) -> Iterator[tuple[str, str, str]]:

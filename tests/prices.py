@@ -11,11 +11,11 @@ from holmes_ext.plan.simulate.step import JobStep
 from holmes_ext.plan.sizes import Sizes
 
 
-def costs_on_site(site, order, sizes, model, overlap=False, only=None, hides=True, **rules):
+def costs_on_site(site, order, sizes, model, overlap=False, only=None, async_edges=True, **rules):
     """Of each layer of a model on each stage; only: the fabric of all traffic."""
     network, sizes = Network(site, only=only), sizes.complete(site.world_size)
     job = RankModel.of(model, sizes)
-    rules = Rules(overlap=overlap, hide_edges=hides, **rules)
+    rules = Rules(overlap=overlap, hide_edges=async_edges, **rules)
     return price(network, network.placement(order, sizes), job, rules)
 
 

@@ -73,7 +73,7 @@ def test_the_demo_says_what_it_needs(python, tmp_path):
     result = venvs.run(python.parent / "holmes", "demo", cwd=tmp_path)
     assert (result.returncode == 2 and result.stderr.startswith("holmes: demo needs torch")
             and not result.stdout)
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("\n") == 1 and "pip install torch" in result.stderr
 
 
 def test_nodes_that_cannot_meet_say_so_in_one_line(python, tmp_path):

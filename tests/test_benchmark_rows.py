@@ -1,14 +1,18 @@
 """Rows of benchmarks: what was timed on cores that had no time left counts as neither met nor missed."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 from test_docs import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import matrix  # noqa: E402
+import matrix_table  # noqa: E402
 import tables  # noqa: E402
 from harness import Row, Runs, finish, kept, write  # noqa: E402
+from matrix_rows import ROWS  # noqa: E402
 
 
 @pytest.mark.parametrize("busy, met, status, said", [
@@ -44,3 +48,32 @@ def test_a_benchmark_that_was_cut_short_goes_on_where_it_was(tmp_path, capsys):
     assert again.of("west, seed 1", run(4.5)) is None and made == [2.5]
     assert "left out, 1e-09 minutes are over: west, seed 1" in capsys.readouterr().err
     assert Runs(tmp_path / "runs.json").of("west, seed 1", run(4.5)) == {"loss": 4.5}
+
+
+def test_tables_of_versions_have_no_column_of_dashes():
+    told = matrix_table.FEW[-1]
+    made = [matrix_row(told, "features on", 13), matrix_row(told, "tests passed", 7),
+            matrix_row(told, "Trainer, holmes : stock", 1.234, busy=0.9)]
+    head, _, *lines = matrix_table.table("few", made, {told: {"parts": {"check": "2026-11-24"}}}).split("\n")
+    assert [cell.strip() for cell in head.split("|")[1:-1]] == [
+        "", "features on", "tests passed", "in the lab, holmes : stock", "date"]
+    assert lines == [f"| {told} | 13 | 7 | Trainer 1.23 x (cores busy) | 2026-11-24 |"]
+    assert set(matrix_table.FEW) <= set(ROWS)
+    assert len(matrix_table.FEW) <= 10 and matrix_table.table("few", [], {}) == "None has been made yet."
+
+
+@pytest.mark.parametrize("off, failed, status",
+                         [({}, 0, 0), ({"ddp": "a parameter is gone"}, 0, 1), ({}, 1, 1)])
+def test_the_newest_of_everything_is_installed_anew_and_judged(tmp_path, monkeypatch, off, failed, status):
+    (tmp_path / "build" / "matrix" / "next").mkdir(parents=True)
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    monkeypatch.setattr(matrix, "environment", lambda row, pip, slim: matrix.folder_of(row) / "python")
+    monkeypatch.setattr(matrix, "run", lambda *_: SimpleNamespace(stdout="torch==2.16.0"))
+    monkeypatch.setattr(matrix, "check", lambda row, python, found: found.update(off=off) or [])
+    monkeypatch.setattr(matrix, "tests", lambda row, *_: [matrix.figure(row, "failed", failed, "", "<= 0")])
+    assert matrix.next_versions([], slim=False) == status
+    assert not (tmp_path / "build" / "matrix" / "next").exists(), "last week's newest"
+
+
+def matrix_row(scene, metric, value, busy=None):
+    return Row.of(scene, metric, value, "", (value, value), False, "", busy)

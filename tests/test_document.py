@@ -163,6 +163,17 @@ def test_files_that_cannot_be_read(load, content, message, tmp_path):
         load(path, "mend it")
 
 
+@pytest.mark.parametrize("endless", [True, False])
+def test_what_no_document_is_as_long_as_is_not_read_to_its_end(endless, tmp_path, monkeypatch):
+    """/dev/zero, or a sparse file of a terabyte, took all memory."""
+    monkeypatch.setattr(document, "_MOST_BYTES", 2**22)
+    path = tmp_path / "long"
+    with open(path, "w") as file:
+        file.truncate(2**40)
+    with pytest.raises(HolmesError, match="more than 4 MiB"):
+        load_toml("/dev/zero" if endless else path, "mend it")
+
+
 def test_a_pipe_that_nobody_fills_is_not_waited_for(tmp_path, monkeypatch):
     """`--cluster PIPE` hung."""
     monkeypatch.setattr(document, "_PIPE_S", 0.05)

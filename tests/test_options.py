@@ -42,6 +42,8 @@ def test_after_a_lone_dash_dash_arguments_are_the_scripts():
         (["--holmes-partition", "best"],
          "'best' is not one of uniform, speed, balanced, nor layers of each stage"),
         (["--holmes-partition", "3,0"], "'3,0' is not one of"),
+        (["--holmes-apart", "on"], "neither off nor a number"),
+        (["--holmes-apart", "1"], "neither off nor a number"),
     ],
 )
 def test_bad_flags_are_named(argv, message):

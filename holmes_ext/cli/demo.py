@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError("holmes demo: --gpu and --joined are two demos; leave one out")
     needed = ("torch", "matplotlib", *(() if args.joined else ("deepspeed",)))
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise HolmesError(
-            f"holmes demo needs {', '.join(missing)}: `make demo` in a clone installs all of it")
+        raise HolmesError(f"holmes demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if args.joined:
         return joined_demo.run(args.json, max(args.steps, 160), args.output)
     if args.repetitions < 1 or args.steps < 6:
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as directory:
         variants, series = _measure(args, Path(directory), screen)
         result = _result(series)
-        traces = {one.name: pictures.load_traces(Path(directory) / one.name) for one in variants}
+        traces = {variant.name: pictures.load_traces(Path(directory) / variant.name) for variant in variants}
         save(args.output, _report(variants, series, result, traces), "the report")
         if args.timeline:
             save(args.timeline, pictures.svg_file(pictures.timeline_figure(traces)), "the picture")
@@ -135,19 +134,19 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
         "final_loss": {name: one.losses[-1] for name, one in series.items()},
         "bytes_sent_each_step": {name: one.sent for name, one in series.items()},
         "emulated": all(one.emulated for one in series.values()),
-        "realtime": all(one.realtime for one in series.values()),
+        "realtime": all(variant.realtime for variant in series.values()),
     }
 
 
 def _rows(series: dict[str, Series]) -> list[list[str]]:
     stock, bound = series["stock"].median, series["all-RDMA"].median
     rows = []
-    for name, one in series.items():
-        low, high = one.spread
-        slow, fast = one.megabytes
-        rows.append([name, f"{one.median:.3f} ({low:.3f}-{high:.3f})", f"{TOKENS / one.median:.0f}",
-                     f"{stock / one.median:.2f}", f"{bound / one.median:.2f}", f"{one.losses[-1]:.4f}",
-                     f"{slow:.1f}", f"{fast:.1f}"])
+    for name, variant in series.items():
+        low, high = variant.spread
+        slow, fast = variant.megabytes
+        rows.append([name, f"{variant.median:.3f} ({low:.3f}-{high:.3f})", f"{TOKENS / variant.median:.0f}",
+                     f"{stock / variant.median:.2f}", f"{bound / variant.median:.2f}",
+                     f"{variant.losses[-1]:.4f}", f"{slow:.1f}", f"{fast:.1f}"])
     return rows
 
 

@@ -28,7 +28,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.cluster.tcp import read_limits
 from holmes_ext.doctor import frameworks, nccl, variables
-from holmes_ext.doctor.allocation import allocated, check_nodes, srun
+from holmes_ext.doctor.allocation import allocated, check_nodes, for_srun, srun
 from holmes_ext.doctor.command import check_command
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.nics import check_hcas, check_machine, check_nics, rdma_limits
@@ -129,7 +129,7 @@ def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteS
     program += ["--check"] * args.check + ["--json"] * args.json + (["--", *words] if words else [])
     command = srun(os.environ, args.slurm, program)
     try:
-        return subprocess.run(command).returncode
+        return subprocess.run(command, env=for_srun(os.environ)).returncode
     except FileNotFoundError:
         raise HolmesError(
             "--slurm: there is no `srun` on this machine; run it on a login node of the Slurm cluster"
@@ -139,9 +139,7 @@ def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteS
 def _preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
     """Try the links between all nodes, as at a job's start; whether a port is left out. HolmesError on rank 0
     (RemoteError elsewhere) where no job could start."""
-    before, sys.argv[1:] = sys.argv[1:], []  # the command that is judged is not this job's
-    holmes_ext.enable(**({"cluster": args.cluster} if args.cluster else {}))
-    sys.argv[1:] = before
+    holmes_ext.enable_on_nodes(args.cluster)
     current = session.require()
     assert current.store is not None
     done = current.store.add(f"{current.round}/doctor", 1)

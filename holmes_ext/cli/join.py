@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from holmes_ext.runtime.outer.address import PORT
 from holmes_ext.runtime.outer.coordinator.client import ask_status
 from holmes_ext.runtime.outer.coordinator.relay import PeerRelay
 from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
-from holmes_ext.runtime.outer.token import served_token, token_from, warning_of
+from holmes_ext.runtime.outer.token import exposure_of, served_token, token_from, warning_of
 from holmes_ext.runtime.sockets.addresses import split_address
 from holmes_ext.runtime.sockets.certificates import MISSING
 from holmes_ext.runtime.sockets.handshake import Credentials, printable
@@ -82,12 +83,15 @@ def _serve(args: argparse.Namespace) -> int:
         raise HolmesError(f"holmes join serve: --port {args.port} is not a port from 0 to 65535")
     relay = PeerRelay(_relay_bytes(args.relay), _tell)
     token, file = served_token(os.environ, args.port)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank behind NAT
     server = CoordinatorServer(args.host, args.port, _credentials(token, args), _tell, relay)
     where = f"; the token is in {file}" if file is not None else ""
     print(f"holmes: jobs meet at port {server.port} of this host{where}", flush=True)
     if file is not None and sys.stdout.isatty():
         print(f"holmes: HOLMES_JOIN_TOKEN={token}", flush=True)
-    for line in filter(None, (warning_of(token), _privacy(args))):
+    exposed = exposure_of(file) if file is not None else ""
+    for line in filter(None, (warning_of(token), exposed, _privacy(args))):
         print(f"holmes: {line}", flush=True)
     try:
         server.serve()

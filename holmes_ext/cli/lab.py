@@ -274,17 +274,17 @@ def _cells(row: LinkRow) -> list[str]:
 
 
 def _down(args: argparse.Namespace) -> int:
-    found = state.clear(running_too=args.all)
+    labs = state.clear(running_too=args.all)
     if args.json:
-        print(json.dumps([dataclasses.asdict(lab) for lab in found]))
+        print(json.dumps([dataclasses.asdict(lab) for lab in labs]))
         return 0
-    for lab in found:
+    for lab in labs:
         owner = f"owner {lab.owner} {'runs' if lab.owner_alive else 'is gone'}"
         if not lab.cleared:
             print(f"{lab.directory} ({lab.source}; {owner}): in use, left alone; --all ends it")
         else:
             ended = f"keeper {lab.keeper} ended with all its processes, " if lab.keeper_alive else ""
             print(f"{lab.directory} ({lab.source}; {owner}): {ended}files removed")
-    if not found:
+    if not labs:
         print("no lab has left anything behind")
     return 0

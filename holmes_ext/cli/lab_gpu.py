@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,9 +17,10 @@ from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 from holmes_ext.lab.gpu import communicators
+from holmes_ext.lab.gpu.communicators import GroupNetwork, NicBytes, group_networks, nic_bytes
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock
 from holmes_ext.lab.gpu.libraries import Libraries, libraries
-from holmes_ext.lab.gpu.networks import GroupNetwork, NicBytes, group_networks, nic_bytes
+from holmes_ext.lab.gpu.races import missing_waits
 from holmes_ext.lab.gpu.watcher import END_S, Watcher, wait_watched
 from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.process.job import RunResult
@@ -29,8 +31,9 @@ GROUPS = (Column("run", drop=1), Column("group"), Column("communicators", right=
           Column("nodes", right=True), Column("NCCL's network"), Column("NICs"))  # fmt: skip
 NICS = (Column("run", drop=1), Column("node"), Column("NIC"), Column("kind"), Column("sent", right=True),
         Column("received", right=True))  # fmt: skip
-#: Status of a job that hung and was ended.
-HUNG = 125
+#: Status of a job that hung and was ended; of one that asked for what a rehearsal has not.
+HUNG, NOT_EMULATED = 125, 2
+_MISSING = re.compile(r"emulated GPU: (.* not emulated.*|this machine has no .*)")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument("--gpu-memory", metavar="SIZE",
                      help='of each GPU (default: "16GiB"); what is used of it is this machine\'s')
     gpu.add_argument("--gpu-order", choices=("launched", "random"), default="launched",
-                     help="random: kernels start late at random, so that a missing wait gives wrong numbers")
+                     help="random: kernels start late at random, so that a missing wait gives wrong numbers, "
+                     "and is named")
     gpu.add_argument("--seed", type=int, default=0, metavar="S", help="of --gpu-order random (default: 0)")
     gpu.add_argument("--gpu-standstill", type=float, default=END_S, metavar="S",
                      help="end the job once no rank has moved on for S seconds though work waits in a stream "
@@ -89,13 +93,15 @@ def build(args: argparse.Namespace) -> int:
 
 @dataclass
 class GpuRun:
-    """One run of the command. hang: lines that explain why it was ended, () where it was not."""
+    """One run of the command. hang: lines that explain why it was ended, () where it was not; races: that
+    name missing waits."""
 
     name: str
     result: RunResult
     groups: list[GroupNetwork]
     nics: list[NicBytes]
     hang: tuple[str, ...] = field(default=())
+    races: tuple[str, ...] = field(default=())
 
 
 def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, labels: Sequence[str],
@@ -126,12 +132,24 @@ def run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[st
     before = lab.counters()
     job = lab.start(command, **options)
     assert job.watch is not None
-    run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, show_hang)
+    run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, tell)
     result = replace(run.result, returncode=HUNG, first_failed=None) if run.hang else run.result
+    if not run.hang and (missing := what_is_missing(result)):
+        tell([f"rank {result.first_failed} ended because of the emulation: {missing}"])
+        result = replace(result, returncode=NOT_EMULATED)
     by_name = {node.name: node for node in lab.nodes}
     nodes = [by_name[node] for node in options["order"] or by_name]
     groups = group_networks(communicators.read(job.watch), nodes, len(labels) // len(nodes))
-    return GpuRun(name, result, groups, nic_bytes(before, lab.counters(), nodes), run.hang)
+    return GpuRun(name, result, groups, nic_bytes(before, lab.counters(), nodes), run.hang,
+                  tuple(missing_waits(job.watch)))
+
+
+def what_is_missing(result: RunResult) -> str:
+    """What the rank that failed first was refused last: an operator, kernel or CUDA call that is not
+    emulated, or memory; "" where it was nothing of that."""
+    said = result.outputs[result.first_failed] if result.first_failed is not None else ""
+    return next((found[1].strip() for line in reversed(said.splitlines())
+                 if (found := _MISSING.search(line))), "")
 
 
 def without_holmes(command: Sequence[str]) -> list[str]:
@@ -147,13 +165,14 @@ def without_holmes(command: Sequence[str]) -> list[str]:
     return kept
 
 
-def show(runs: Sequence[GpuRun], found: Libraries) -> None:
+def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
     """On standard error: standard output is the ranks'."""
     screen = Screen(stderr=True)
     for run in runs:
-        show_hang(run.hang)
+        tell(run.hang)
+        tell(run.races)
     named = len(runs) > 1
-    versions = f"emulated GPU, torch {found.torch.version}, NCCL {found.source.name}"
+    versions = f"emulated GPU, torch {libraries.torch.version}, NCCL {libraries.source.name}"
     rows = [[run.name * named, group.group or "-", str(len(group.ranks)), str(len(group.ranks[0])),
              str(group.nodes),
              group.network, " ".join(group.nics)] for run in runs for group in run.groups]  # fmt: skip
@@ -171,7 +190,7 @@ def show(runs: Sequence[GpuRun], found: Libraries) -> None:
                  "emulated GPU: bytes of each NIC, from start to end of the job (headers included)")
 
 
-def show_hang(lines: Sequence[str]) -> None:
+def tell(lines: Sequence[str]) -> None:
     """As they are, for a line that is cut names nothing."""
     for line in lines:
         print(f"holmes lab: {line}", file=sys.stderr, flush=True)
@@ -185,6 +204,7 @@ def write_report(file: str, runs: Sequence[GpuRun], found: Libraries) -> None:
     document = {"version": 1, "emulated": "GPU", "torch": found.torch.version, "nccl": found.source.name,
                 "runs": [{"name": run.name, "status": run.result.returncode, "seconds": run.result.seconds,
                           "cores_busy": round(run.result.busy, 3), "bound_by_cores": run.result.busy > BOUND,
-                          "hang": list(run.hang), "groups": [asdict(group) for group in run.groups],
+                          "hang": list(run.hang), "missing_waits": list(run.races),
+                          "groups": [asdict(group) for group in run.groups],
                           "nics": [asdict(nic) for nic in run.nics]} for run in runs]}  # fmt: skip
     save(file, json.dumps(document) + "\n", "the report")

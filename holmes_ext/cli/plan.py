@@ -118,11 +118,11 @@ def run(args: argparse.Namespace) -> int:
             costs = costs_of(prices, placement, model, profile, job.overlap)
     if (args.explain or args.picture) and costs is None:
         raise HolmesError("--explain needs the parallel sizes: give --sizes pipeline=N")
-    found = explain.outcomes(costs, args.alpha) if costs and (args.explain or args.picture) else {}
+    estimates = explain.outcomes(costs, args.alpha) if costs and (args.explain or args.picture) else {}
     if costs and args.picture:
-        draw_partitions(costs, found, args.picture)
+        draw_partitions(costs, estimates, args.picture)
     if costs and args.explain and args.json:
-        print(json.dumps(explain.document(costs, found)))
+        print(json.dumps(explain.document(costs, estimates)))
     elif args.json:
         sys.stdout.write(plan.to_json())
     else:
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         if alone:
             search_table.show_given(alone, args, starts)
         if costs and args.explain:
-            explain.show(costs, found)
+            explain.show(costs, estimates)
         for path in filter(None, (args.picture, args.output)):
             print(f"written: {path}")
     if alone:
@@ -239,5 +239,5 @@ def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, st
         for stage, pair in enumerate(zip(group, group[1:])):
             shared = plan.fabric_of(pair)
             edges[stage][LOCAL if shared is None else shared.name] = None
-    return [(compress_hosts(own), ", ".join(data[stage]), ", ".join(edges[stage]))
-            for stage, own in enumerate(nodes)]
+    return [(compress_hosts(node), ", ".join(data[stage]), ", ".join(edges[stage]))
+            for stage, node in enumerate(nodes)]

@@ -20,7 +20,7 @@ Start it on every node as the training is started, one process for each node is 
 
   torchrun --nnodes 8 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python \\
       holmes probe --cluster cluster.toml
-  srun --ntasks-per-node 1 holmes probe --cluster cluster.toml
+  srun --ntasks 8 --ntasks-per-node 1 holmes probe --cluster cluster.toml
   holmes lab run --cluster cluster.toml -- holmes probe --cluster cluster.toml      on emulated clusters
 
 Rank 0 replaces the file's [link.FABRIC] and [[measured]] tables and leaves the rest as it is. [[measured]]
@@ -81,7 +81,7 @@ def _measure(
         if process.rank == 0:
             print(f"holmes probe: {text}", file=sys.stderr, flush=True)
 
-    holmes_ext.enable(cluster=args.cluster)
+    holmes_ext.enable_on_nodes(args.cluster)
     gpu = torch.accelerator.is_available()
     if gpu:
         torch.accelerator.set_device_index(process.local_rank)

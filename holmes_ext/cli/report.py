@@ -125,7 +125,7 @@ def _cells(summary: Summary) -> list[list[str]]:
 def _pair_cells(summary: Summary) -> list[list[str]]:
     """One row for each way from a cluster to another."""
     return [
-        [row.one, row.two, f"{row.sent / 1e6:.3f}", f"{row.exposed_s:.4f}",
+        [row.source, row.target, f"{row.sent / 1e6:.3f}", f"{row.exposed_s:.4f}",
          format_rate(row.achieved_bps) if row.achieved_bps else "-",
          format_rate(row.configured_bps) if 0 < row.configured_bps < 1e18 else "NICs",
          format_seconds(row.round_trip_s) if row.round_trip_s else "-"]
@@ -145,7 +145,7 @@ def _plan_cells(summary: Summary) -> list[list[str]]:
 
 def _write_model(job: Run, path: str) -> str:
     """The last model that the job measured, as a profile; what it says."""
-    one = next((one for one in job.ranks if one.model is not None), None)
+    one = next((rank for rank in job.ranks if rank.model is not None), None)
     if one is None:
         raise HolmesError(
             f"holmes report --write-model {path}: the job has measured none; it takes some steps of a"

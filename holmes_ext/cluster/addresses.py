@@ -42,7 +42,7 @@ _OFFSET = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
 def interface_addresses() -> Addresses:
     """Net device -> its addresses, in this network namespace, loopback included; HolmesError when the kernel
     does not answer."""
-    return {name: _without_link_local(found) for name, found in _all_addresses().items()}
+    return {name: _without_link_local(interfaces) for name, interfaces in _all_addresses().items()}
 
 
 def _all_addresses() -> Addresses:
@@ -150,8 +150,8 @@ def _carriers(local: str, scope: int, devices: Addresses) -> list[str]:
     address = ipaddress.ip_address(local)
     if scope:
         return [socket.if_indextoname(scope)]
-    return [name for name, found in devices.items()
-            if name != "lo" and any(ipaddress.ip_interface(a).ip == address for a in found)]
+    return [name for name, interfaces in devices.items()
+            if name != "lo" and any(ipaddress.ip_interface(a).ip == address for a in interfaces)]
 
 
 def _any_interface(devices: Addresses) -> str:
@@ -163,7 +163,7 @@ def _any_interface(devices: Addresses) -> str:
             continue
         if names:
             return names[0]
-    named = {name: found for name, found in devices.items() if name != "lo" and found}
+    named = {name: interfaces for name, interfaces in devices.items() if name != "lo" and interfaces}
     local = {name for name, found in named.items()
              if all(ipaddress.ip_interface(a).is_link_local for a in found)}
     return next(iter([*(name for name in named if name not in local), *named]), "lo")

@@ -63,15 +63,15 @@ def parse_pairs(top: Table, clusters: Sequence[str]) -> tuple[MeasuredPair, ...]
 
 def parse_links(table: Table, fabrics: set[str]) -> dict[str, MeasuredLink]:
     """The tables by fabric name; HolmesError names the key."""
-    found = {}
+    result = {}
     for name in list(table.values):
         own = table.table(name)
         if name not in fabrics:
             known = ", ".join(sorted(fabrics))
             raise HolmesError(f"{table.at(name)}: there is no fabric of that name; known: {known}")
-        found[name] = MeasuredLink(_points(own, "send"), _points(own, "ring"))
+        result[name] = MeasuredLink(_points(own, "send"), _points(own, "ring"))
         own.done()
-    return found
+    return result
 
 
 def _points(table: Table, key: str) -> Points:

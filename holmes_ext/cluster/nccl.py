@@ -74,7 +74,7 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
 
 def file_settings(environ: Mapping[str, str], system: str = "/etc/nccl.conf") -> dict[str, tuple[str, str]]:
     """variable -> (value, file) of what NCCL itself adds to the environment; what is set already stays."""
-    found: dict[str, tuple[str, str]] = {}
+    result: dict[str, tuple[str, str]] = {}
     for file in (environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf", system):
         try:
             text = Path(file).read_text(errors="replace")
@@ -83,8 +83,8 @@ def file_settings(environ: Mapping[str, str], system: str = "/etc/nccl.conf") ->
         for line in text.splitlines():
             name, equals, value = line.partition("=")
             if equals and not line.startswith("#") and name not in environ:
-                found.setdefault(name, (value, file))
-    return found
+                result.setdefault(name, (value, file))
+    return result
 
 
 def no_verbs(environ: Mapping[str, str], devices: str = "/dev/infiniband",

@@ -43,10 +43,11 @@ def part_of(spec: SiteSpec, reports: Iterable[NodeReport]) -> SiteSpec:
     return spec.only({report.name for report in _match_names(tuple(reports), spec)})
 
 
-def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback: bool = False) -> Site:
+def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback: bool = False,
+                 counted: bool = True) -> Site:
     """The Site of the nodes that reported, in their order, of which `spec` may know more; HolmesError names
     the node and what contradicts. fallback: a promised fast NIC that is down is marked, its node left on
-    Ethernet."""
+    Ethernet; counted: each node must start as many processes as `spec` says."""
     reports = tuple(reports)
     names: set[str] = set()
     for report in reports:
@@ -56,14 +57,14 @@ def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback:
         names.add(report.name)
     if spec is None:
         return _site_from_reports(reports)
-    nodes = tuple(_node_by_spec(report, spec, fallback) for report in _match_names(reports, spec))
+    nodes = tuple(_node_by_spec(report, spec, fallback, counted) for report in _match_names(reports, spec))
     spec = spec.only({node.name for node in nodes})
     return Site(nodes, fabrics_of_spec(spec), spec.source, spec.wan)
 
 
 def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tuple[str, str]]:
     """(node, text) where the NICs in use of a `site` resolved from `reports` state less than it counts on."""
-    found = []
+    result = []
     for node, report in zip(site.nodes, reports):
         for port in node.ports:
             nics = [nic for nic in report.nics if nic.up and nic.name in (port.hcas or [port.interface])]
@@ -72,20 +73,20 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tupl
                 runs = (f"{some_of(nic.name for nic in nics)} run{'s' * (len(nics) == 1)} at "
                         f"{format_rate(stated)}")
                 said = f"the rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}"
-                found.append((node.name, f"{runs}, but {said}"))
-    return found
+                result.append((node.name, f"{runs}, but {said}"))
+    return result
 
 
 def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
     """Where cluster.toml gives a node with several fast NICs the rate of one of them."""
-    found = []
+    result = []
     for port in site.node_by_name[report.name].ports:
         rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
         if len(rates) > 1 and min(rates) <= port.rate_bps / ENOUGH and port.rate_bps * ENOUGH <= max(rates):
-            found.append(f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the "
-                         f"rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, "
-                         f"that of one of them")
-    return found
+            result.append(f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the "
+                          f"rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, "
+                          f"that of one of them")
+    return result
 
 
 def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
@@ -135,9 +136,9 @@ def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeR
     return tuple(renamed)
 
 
-def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool) -> Node:
+def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool, counted: bool) -> Node:
     cluster = spec.cluster_of(report.name)
-    if report.processes != cluster.processes:
+    if counted and report.processes != cluster.processes:
         raise HolmesError(
             f"{spec.source}: key 'cluster.{cluster.name}.processes' is {cluster.processes}, but node"
                           f" {report.name!r} started {report.processes}")

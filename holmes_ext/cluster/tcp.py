@@ -76,13 +76,13 @@ class Shortfall:
     @property
     def mend(self) -> str:
         sockets = -(-self.rate_bps // self.stream_bps)
-        found = (f'on all nodes: sysctl -w net.ipv4.tcp_wmem="4096 65536 {self.buffer}"'
-                 f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"')
+        result = (f'on all nodes: sysctl -w net.ipv4.tcp_wmem="4096 65536 {self.buffer}"'
+                  f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"')
         if 1 < sockets <= MOST_SOCKETS:
             threads = -(-int(sockets) // 8)
             each = -(-int(sockets) // threads)
-            found += f"; or, for NCCL alone, NCCL_SOCKET_NTHREADS={threads} NCCL_NSOCKS_PERTHREAD={each}"
-        return found
+            result += f"; or, for NCCL alone, NCCL_SOCKET_NTHREADS={threads} NCCL_NSOCKS_PERTHREAD={each}"
+        return result
 
 
 def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:

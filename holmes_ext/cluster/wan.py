@@ -165,18 +165,18 @@ def latency_of(table: Table, default: float) -> float:
 
 def notes(wan: Wan, node_rates: Mapping[str, int]) -> list[str]:
     """What is possible and looks unmeant; node_rates: bits/s of one node's Ethernet NIC, by cluster."""
-    found = []
+    result = []
     for name, rate in wan.uplink_of.items():
         if rate < node_rates[name]:
             less = f"less than one node's {format_rate(node_rates[name])}"
-            found.append(f"the uplink of cluster {name!r} is {format_rate(rate)}, {less}")
+            result.append(f"the uplink of cluster {name!r} is {format_rate(rate)}, {less}")
     for link in wan.between:
         for name in link.clusters:
             if link.rate_bps > (uplink := wan.uplink_of.get(name, link.rate_bps)):
                 more = (f"{format_rate(link.rate_bps)}, more than the uplink of {name!r} "
                         f"({format_rate(uplink)})")
-                found.append(f"the link between {_names(link.clusters)} is {more}")
-    return found
+                result.append(f"the link between {_names(link.clusters)} is {more}")
+    return result
 
 
 def _names(pair: Sequence[str]) -> str:

@@ -29,6 +29,12 @@ def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> li
     return ["srun", *every, *given, "--ntasks-per-node=1", "--kill-on-bad-exit=0", *program]
 
 
+def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the job's number of processes, for which srun ignores --ntasks-per-node."""
+    return {name: value for name, value in environ.items()
+            if not name.startswith(("SLURM_NTASKS", "SLURM_NPROCS"))}
+
+
 def allocated(environ: Mapping[str, str]) -> list[str]:
     """The nodes of the allocation, of all its components; empty outside of one."""
     names = ["SLURM_JOB_NODELIST", *(f"SLURM_JOB_NODELIST_HET_GROUP_{group}"

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.metadata
 import operator
+import platform
 import site
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.patches.conflicts import conflicts
+from holmes_ext.patches.conflicts import WITH_GIL, conflicts, without_gil
 from holmes_ext.patches.engine import location
 from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.engine.source import find_module, source_misfit
@@ -202,6 +203,10 @@ def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
 
 
 def check_stock_versions() -> Iterator[Finding]:
-    """Findings on versions of two packages that do not work together, whether or not holmes is there."""
+    """Findings on versions of two packages that do not work together, whether or not holmes is there, and on
+    a Python without the lock."""
+    if lack := without_gil():
+        yield problem(f"Python {platform.python_version()}", lack, "holmes ends a job on it in one line",
+                      WITH_GIL)
     for which, what, mend in conflicts():
         yield problem(which, what, "the two do not work together, with or without holmes", mend)

@@ -34,10 +34,10 @@ def installed_nccl() -> tuple[str, Version | None]:
     return "", None
 
 
-def check_nccl(found: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Findings on NCCL's own files and plugins; NICs and variables have theirs elsewhere."""
-    if found.forced_net:
-        yield problem(found.forced_in, f"sets NCCL_NET={found.forced_net}",
+    if nccl_of_node.forced_net:
+        yield problem(nccl_of_node.forced_in, f"sets NCCL_NET={nccl_of_node.forced_net}",
                       "NCCL reads the file itself and gives this network to every group; holmes ends a job "
                       "one of whose groups is planned over another", "take the line out of the file")
     for name, (value, file) in file_settings(environ).items():
@@ -48,15 +48,15 @@ def check_nccl(found: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Findin
         if name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"):
             yield note(file, f"sets {name}={value}", "holmes leaves a setting of yours alone",
                        "take the line out of the file unless it is meant so")
-    if found.plugin:
-        yield note(found.plugin, "NCCL would load this network plugin",
+    if nccl_of_node.plugin:
+        yield note(nccl_of_node.plugin, "NCCL would load this network plugin",
                    "holmes asks for \"IB\" and \"Socket\" by name, which goes past it",
                    "to use it give its fabric a net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: "
                    "Using network NAME), or net = \"auto\"; a SHARP (CollNet) of the plugin is then used "
                    "again, too")
         version = installed_nccl()[1]
         if version is not None and version in FORGETS_PLUGINS and environ.get(KEEP_PLUGIN, "0") == "0":
-            yield problem(found.plugin,
+            yield problem(nccl_of_node.plugin,
                           f"NCCL {version} cannot load it again once its last communicator is closed",
                           "a job that ends its groups and makes new ones fails: Failed to initialize any NET "
                           "plugin",

@@ -43,7 +43,7 @@ SIZE = "--layers 4 --hidden 128 --heads 4 --sequence 64 --micro-batch 2 --micro-
 TOKENS = 2 * 2 * 64
 #: Of the accelerator that each rank seems to have.
 FLOPS = 2e9
-_TOKEN, _PORT = "the token of joined jobs in a lab", 29600
+TOKEN, _PORT = "the token of joined jobs in a lab", 29600
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
     lines: list[str] = []
     command = [sys.executable, "-m", "holmes_ext.cli.main", "join", "serve", "--port", str(_PORT)]
     node = lab.nodes[0]
-    serve = lab.start(command, order=[node.name], env={"HOLMES_JOIN_TOKEN": _TOKEN},
+    serve = lab.start(command, order=[node.name], env={"HOLMES_JOIN_TOKEN": TOKEN},
                       on_line=lambda rank, line, stream: lines.append(line))  # fmt: skip
     try:
         await_(lambda: any("jobs meet" in line for line in lines), 60, "the coordinator")
@@ -90,7 +90,7 @@ def start(lab: Lab, name: str, nodes: Sequence[str], flags: Sequence[str], steps
     script = str(examples() / "plain_torch" / "train.py")
     command = [sys.executable, script, *SIZE, "--steps", str(steps), "--seed", str(seed), "--log-file",
                str(log)]
-    env = {"HOLMES_JOIN_TOKEN": _TOKEN, "OMP_NUM_THREADS": "1"}
+    env = {"HOLMES_JOIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     job = lab.start([*command, *flags], order=nodes, preload=("torch",), timeout=600,
                     accelerator={"flops": flops, "classes": ["Block"]}, env=env)
     return LabJob(name, job, log)

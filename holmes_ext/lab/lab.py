@@ -286,7 +286,8 @@ class Lab:
                 directory: str) -> socket.socket:
         """The control socket of a Python with `modules` imported in that environment, started at need."""
         env = {name: value for name, value in env.items() if name in (ACCELERATOR, *OF_TEMPLATE)
-               or not name.startswith(("HOLMES", "GLOO_", "NCCL_"))}  # each rank's own
+               or not name.startswith(("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_"))
+               }  # each rank's own
         if OF_TEMPLATE[0] in env:
             # else a module that counts GPUs when imported forbids the fork
             env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

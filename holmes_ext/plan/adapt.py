@@ -2,8 +2,8 @@
 flight.
 
     measured(plan, ...)    the plan with the job's own seconds in place of the model's and the networks'
-    Judge                  step after step: what to change, whether it
-                           brought what was predicted, what to take back
+    PipelineEvaluator      step after step: what to change, whether it brought what was predicted, what to
+                           take back
 
 The price and the code are those of the start (plan/decisions.py, plan/cost/pipeline.py). Nothing flaps: a
 change must be predicted to bring GAIN of a step; one that does not bring KEPT of it is taken back, and is not
@@ -18,7 +18,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.pipeline import walked_ends
+from holmes_ext.plan.cost.pipeline import SETTLED, WORTH_MORE, walked_ends
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.cost.workload import StageLoad
 from holmes_ext.plan.decide import decisions
@@ -66,17 +66,17 @@ class Change:
 
     @property
     def text(self) -> str:
-        now, before = ("+".join(map(str, held)) if held else "the engine's own" for held in
+        now, before = ("+".join(map(str, counts)) if counts else "the engine's own" for counts in
                        (self.in_flight, self.before))
         return f"{now} micro-batches in flight (were {before})"
 
-    def adapted(self, plan: Plan, carrier: str) -> Plan:
+    def adapted(self, plan: Plan, network_api: str) -> Plan:
         """`plan` as a job goes on with it."""
         known = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
         pairs = zip(known, self.forward_s, self.backward_s)
         loads = tuple(replace(load, forward_s=forward, backward_s=backward)
                       for load, forward, backward in pairs)
-        traffic = tuple(replace(one, in_flight=self.in_flight) for one in plan.traffic)
+        traffic = tuple(replace(decided, in_flight=self.in_flight) for decided in plan.traffic)
         return replace(plan, loads=loads, traffic=traffic)
 
 
@@ -110,17 +110,33 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
         StageLoad(
             sum(stage.forward_s) + stage.before_s[0] + stage.after_s[0],
             sum(stage.backward_s) + stage.before_s[1] + stage.after_s[1],
-            own.fixed_bytes, own.kept_bytes, own.limit_bytes, stage.edge_s,
+            room.fixed_bytes, room.kept_bytes, room.limit_bytes, stage.edge_s,
         )
-        for stage, own in zip(profile.stages, known)
+        for stage, room in zip(profile.stages, known)
     )  # fmt: skip
     return replace(plan, loads=loads, workload=profile.workload(), basis=MEASURED)
 
 
-def pipeline_s(plan: Plan, edges: Sequence[float], held: Sequence[int]) -> float:
+def pipeline_s(plan: Plan, edges: Sequence[float], in_flight: Sequence[int]) -> float:
     """Seconds from a step's begin to its last backward, by the loads of `plan`."""
     forward, backward = [load.forward_s for load in plan.loads], [load.backward_s for load in plan.loads]
-    return max(walked_ends(forward, backward, edges, plan.workload.micro_batches, tuple(held)))
+    return max(walked_ends(forward, backward, edges, plan.workload.micro_batches, tuple(in_flight)))
+
+
+def quickest(plan: Plan, edges: Sequence[float], in_flight: tuple[int, ...]) -> tuple[int, ...]:
+    """`in_flight`, or more where these make the step shorter, as many as the memory has room for: while few
+    micro-batches fill the pipeline, faster stages work ahead, and messages have more time."""
+    if not in_flight or plan.workload.micro_batches > SETTLED * in_flight[0]:
+        return in_flight
+    least = pipeline_s(plan, edges, in_flight)
+    while True:
+        deeper = (max(count, int(min(count + 1, load.most, plan.workload.micro_batches)))
+                  for count, load in zip(in_flight[:-1], plan.loads))
+        more = (*deeper, in_flight[-1])
+        then = pipeline_s(plan, edges, more)
+        if then >= least * (1 - WORTH_MORE):
+            return in_flight
+        in_flight, least = more, then
 
 
 def better_split(costs: StageCosts, layers: Sequence[int],
@@ -184,14 +200,14 @@ class Trials:
 
     def refused(self, key: Any, figures: tuple[float, ...]) -> bool:
         """Whether it was taken back, and what it was decided on has not changed."""
-        return any(one.change.key == key and not differ(one.figures, figures) for one in self._refused)
+        return any(trial.change.key == key and not differ(trial.figures, figures) for trial in self._refused)
 
 
-class Judge:
-    """Of one job. carrier: of its pipeline's groups."""
+class PipelineEvaluator:
+    """Of one job. network_api: of its pipeline's groups."""
 
-    def __init__(self, carrier: str, options: Options, engine: EngineTraits):
-        self.carrier, self.options, self.engine = carrier, options, engine
+    def __init__(self, network_api: str, options: Options, engine: EngineTraits):
+        self.network_api, self.options, self.engine = network_api, options, engine
         self.trials = Trials()
         self._left: tuple[float, ...] = ()  # loads that called for no change
 
@@ -208,20 +224,22 @@ class Judge:
     def _next(self, plan: Plan, step_s: float) -> Change | None:
         decided = self._decisions(plan)
         edges, _ = decided.edge_seconds()
-        now, figures = plan.traffic_of(self.carrier).in_flight, _figures(plan, edges)
+        now, figures = plan.traffic_of(self.network_api).in_flight, _figures(plan, edges)
         back = self.trials.end(figures, step_s)
-        held = back.before if back is not None else decided.in_flight()
+        in_flight = back.before if back is not None else decided.in_flight()
+        if back is None and self.options.inflight == "auto":
+            in_flight = quickest(plan, edges, in_flight)
         sizes = plan.sizes
-        if not held and now and sizes is not None:  # the engine's own schedule would do as well
-            own = range(sizes.pipeline, 0, -1)
-            held = tuple(min(one, plan.workload.micro_batches) for one in own)
-        if held == now:
+        if not in_flight and now and sizes is not None:  # the engine's own schedule would do as well
+            of_1f1b = range(sizes.pipeline, 0, -1)
+            in_flight = tuple(min(count, plan.workload.micro_batches) for count in of_1f1b)
+        if in_flight == now:
             return None
-        then_s = step_s + pipeline_s(plan, edges, held) - pipeline_s(plan, edges, now)
-        if back is None and (then_s > step_s * (1 - GAIN) or self.trials.refused(held, figures)):
+        then_s = step_s + pipeline_s(plan, edges, in_flight) - pipeline_s(plan, edges, now)
+        if back is None and (then_s > step_s * (1 - GAIN) or self.trials.refused(in_flight, figures)):
             return None
         forward, backward = (load.forward_s for load in plan.loads), (load.backward_s for load in plan.loads)
-        return Change(now, held, step_s, then_s, tuple(forward), tuple(backward), back=back is not None)
+        return Change(now, in_flight, step_s, then_s, tuple(forward), tuple(backward), back=back is not None)
 
     def taken(self, change: Change, plan: Plan) -> None:
         """All ranks go on with it; `plan`: the measured one that it was decided on."""
@@ -229,7 +247,7 @@ class Judge:
         self.trials.begin(change, figures, figures)
 
     def _decisions(self, plan: Plan) -> Decisions:
-        return decisions(plan, self.carrier, self.options, self.engine)
+        return decisions(plan, self.network_api, self.options, self.engine)
 
 
 def _figures(plan: Plan, edges: Sequence[float]) -> tuple[float, ...]:

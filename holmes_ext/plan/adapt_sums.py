@@ -2,7 +2,7 @@
 two levels, in which buckets or chunks, how across.
 
     measured_networks(plan, ...)   the plan with each network as fast as the sums on it were
-    SumJudge                       step after step: what to change, whether it brought what was predicted
+    SumEvaluator                   step after step: what to change, whether it brought what was predicted
 
 The price and the code are those of the start (plan/decisions.py), and nothing flaps, as in plan/adapt.py. A
 sum that goes another way adds in another order: losses differ by float32's rounding from there on.
@@ -27,23 +27,29 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.units import format_bytes
 
+#: Clusters that are apart come back below so much of what made them go.
+BACK = 0.8
+
 
 @dataclass(frozen=True)
 class Summed:
-    """What the ranks of a stage measured of a step's sums. way: how they went; size: bytes of each rank;
+    """What the ranks of a stage measured of a step's sums. reduction: how they went; size: bytes of a rank;
     seconds: that they were under way; exposed_s: that the program stood still for them; busy: network ->
-    seconds in which it carried them; end_s: of the stage's last backward pass, after the first one's."""
+    seconds in which it carried them; end_s: of the stage's last backward pass, after the first one's;
+    why_not_apart: why clusters cannot go on by themselves; round_s: of a sum across, while they do."""
 
-    way: Reduction
+    reduction: Reduction
     size: float
     seconds: float
     exposed_s: float
     busy: Mapping[str, float] = field(default_factory=dict)
     end_s: float = 0.0
+    why_not_apart: str = ""
+    round_s: float = 0.0
 
     @property
     def two_levels(self) -> bool:
-        return in_two_levels(self.way, self.size)
+        return in_two_levels(self.reduction, self.size)
 
 
 @dataclass(frozen=True)
@@ -61,45 +67,57 @@ class SumChange:
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from others: sizes of buckets and chunks that are about the same count as one."""
-        return tuple(
-            (True, way.across, round(log2(way.chunk_bytes))) if in_two_levels(way, self.size)
-            else (False, None, round(log2(way.bucket_bytes))) for way in self.after)
+        return tuple(map(self._key, self.after))
 
-    def adapted(self, plan: Plan, carrier: str) -> Plan:
+    def _key(self, reduction: Reduction) -> tuple[Any, ...]:
+        if reduction.apart:
+            return (reduction.apart,)
+        if in_two_levels(reduction, self.size):
+            return True, reduction.across, round(log2(reduction.chunk_bytes))
+        return False, None, round(log2(reduction.bucket_bytes))
+
+    def adapted(self, plan: Plan, network_api: str) -> Plan:
         """`plan` as a job goes on with it: what was measured has decided, not the nominal model."""
-        traffic = tuple(replace(one, reductions=self.after) if carrier in one.carriers else one
-                        for one in plan.traffic)
+        traffic = tuple(replace(known, reductions=self.after) if network_api in known.network_apis else known
+                        for known in plan.traffic)
         return replace(plan, traffic=traffic, basis=MEASURED)
+
+    @property
+    def together(self) -> bool:
+        """Whether clusters that were apart come back."""
+        return self.before[0].apart > 0 == self.after[0].apart
 
     @property
     def text(self) -> str:
         pairs = zip(self.after, self.before)
         stage = next(stage for stage, (now, before) in enumerate(pairs) if now != before)
         of = f" of stage {stage}" if len(self.after) > 1 else ""
-        return (f"gradients{of} {way_text(self.after[stage], self.size)} (were "
-                f"{way_text(self.before[stage], self.size)})")
+        return (f"gradients{of} {reduction_text(self.after[stage], self.size)} (were "
+                f"{reduction_text(self.before[stage], self.size)})")
 
 
-def in_two_levels(way: Reduction, size: float) -> bool:
-    return bool(way.clusters) and size >= way.two_level_from
+def in_two_levels(reduction: Reduction, size: float) -> bool:
+    return bool(reduction.clusters) and size >= reduction.two_level_from
 
 
-def way_text(way: Reduction, size: float) -> str:
+def reduction_text(reduction: Reduction, size: float) -> str:
     """Of `size` bytes."""
-    if not in_two_levels(way, size):
-        return f"in one ring, in buckets of {format_bytes(way.bucket_bytes)}"
-    route = f" by {way.across.algorithm}" if way.across is not None else ""
-    return f"in two levels{route}, in chunks of {format_bytes(way.chunk_bytes)}"
+    if reduction.apart:
+        return f"inside each cluster only, weights averaged across in rounds of {reduction.apart} steps"
+    if not in_two_levels(reduction, size):
+        return f"in one ring, in buckets of {format_bytes(reduction.bucket_bytes)}"
+    route = f" by {reduction.across.algorithm}" if reduction.across is not None else ""
+    return f"in two levels{route}, in chunks of {format_bytes(reduction.chunk_bytes)}"
 
 
-def measured_networks(plan: Plan, carrier: str, options: Options, engine: EngineTraits,
+def measured_networks(plan: Plan, network_api: str, options: Options, engine: EngineTraits,
                       summed: Sequence[Summed]) -> Plan:
     """`plan` with each network that the stages' sums were on as fast as they found it."""
     slower: dict[str, float] = {}
-    decided = _by_size(plan, carrier, options, engine, summed)
-    for stage, one in enumerate(summed):
-        for name, price in _networks(decided[one.size], stage, one):
-            busy, predicted = one.busy.get(name, 0.0) - price.latency_s, one.size * price.byte_s
+    decided = _by_size(plan, network_api, options, engine, summed)
+    for stage, stage_sums in enumerate(summed):
+        for name, price in _networks(decided[stage_sums.size], stage, stage_sums):
+            busy, predicted = stage_sums.busy.get(name, 0.0) - price.latency_s, stage_sums.size * price.byte_s
             if busy > 0 and predicted > 0:
                 slower[name] = max(slower.get(name, 0.0), busy / predicted)
     fabrics = tuple(replace(fabric, rate_bps=max(1, round(fabric.rate_bps / slower.get(fabric.name, 1.0))))
@@ -107,14 +125,14 @@ def measured_networks(plan: Plan, carrier: str, options: Options, engine: Engine
     return replace(plan, fabrics=fabrics, wan=plan.wan.scaled(1 / slower.get(ETHERNET, 1.0)))
 
 
-def _networks(decided: Decisions, stage: int, one: Summed) -> Iterator[tuple[str, Price]]:
+def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[str, Price]]:
     """The networks on which a stage's sums are, with what the slowest of its groups takes on them."""
     for sums in decided.prices.sums(decided.placement, stage):
-        if not one.two_levels:
+        if not summed.two_levels:
             if sums.flat.load.fabric is not None:
-                yield sums.flat.load.fabric.name, _ring(sums, one.way, one.size)
-        elif sums.both is not None and one.way.across in (None, sums.both.route):
-            both = replace(sums.both, chunk_bytes=one.way.chunk_bytes)
+                yield sums.flat.load.fabric.name, _ring(sums, summed.reduction, summed.size)
+        elif sums.both is not None and summed.reduction.across in (None, sums.both.route):
+            both = replace(sums.both, chunk_bytes=summed.reduction.chunk_bytes)
             assert both.there.fabric is not None
             yield both.there.fabric.name, both.across
             for load in both.insides:
@@ -122,42 +140,95 @@ def _networks(decided: Decisions, stage: int, one: Summed) -> Iterator[tuple[str
                     yield load.fabric.name, load.price.scaled(2)
 
 
-def _ring(sums: Sums, way: Reduction, size: float) -> Price:
+def _ring(sums: Sums, reduction: Reduction, size: float) -> Price:
     """One bucket after the other."""
     once = sums.flat.once
-    return replace(once, latency_s=once.latency_s * max(1, ceil(size / way.bucket_bytes)))
+    return replace(once, latency_s=once.latency_s * max(1, ceil(size / reduction.bucket_bytes)))
 
 
-def _by_size(plan: Plan, carrier: str, options: Options, engine: EngineTraits,
+def _by_size(plan: Plan, network_api: str, options: Options, engine: EngineTraits,
              summed: Sequence[Summed]) -> dict[float, Decisions]:
     """The decisions of the start, by the bytes that a stage sums: once for stages of one size."""
     plans = {size: replace(plan, workload=replace(plan.workload, gradient_bytes=size), basis=MEASURED)
              for size in {one.size for one in summed}}
-    return {size: decisions(known, carrier, options, engine) for size, known in plans.items()}
+    return {size: decisions(known, network_api, options, engine) for size, known in plans.items()}
 
 
-class SumJudge:
-    """Of one job. carrier: of its data-parallel groups."""
+@dataclass(frozen=True)
+class RoundsApart:
+    """What --holmes-outer says: every fragment crosses once in `every` steps, hidden by `delay` of them."""
 
-    def __init__(self, carrier: str, options: Options, engine: EngineTraits):
-        self.known = carrier, options, engine
+    every: int
+    fragments: int
+    delay: int
+
+    def exposed_s(self, sum_s: float, step_s: float) -> float:
+        """Of each step of step_s, where a sum of all weights across takes sum_s."""
+        return max(0.0, sum_s / self.fragments - self.delay * step_s) * self.fragments / self.every
+
+
+class SumEvaluator:
+    """Of one job. network_api: of its data-parallel groups; rounds: of clusters by themselves."""
+
+    def __init__(self, network_api: str, options: Options, engine: EngineTraits,
+                 rounds: RoundsApart | None = None):
+        self.known, self.rounds = (network_api, options, engine), rounds
         self.trials = Trials()
+        self._whole: tuple[tuple[Reduction, ...], float] = (), 0.0  # before it went apart; hidden seconds
 
     def next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
         """What to change now, in a job whose steps take step_s with `plan`."""
+        if summed[0].reduction.apart:
+            return self._back(summed, step_s)
+        change, apart = self._next(plan, summed, step_s), self._apart(plan, summed, step_s)
+        enough = change is not None and (change.back or not self._too_long(change.then_s, apart))
+        return change if enough or apart is None else apart
+
+    def _too_long(self, step_s: float, apart: SumChange | None) -> bool:
+        """Whether a step of step_s is as many times that of `apart` as makes clusters go."""
+        return apart is not None and step_s >= self.known[1].apart_from * apart.then_s
+
+    def _apart(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
+        """Where a step takes so many times what clusters by themselves would."""
+        one, *others = summed
+        if self.rounds is None or others or one.why_not_apart or self.trials.running is not None:
+            return None
         learned = measured_networks(plan, *self.known, summed)
-        figures, now = _figures(learned, summed), tuple(one.way for one in summed)
+        decided = _by_size(learned, *self.known, summed)[one.size]
+        loads = [load for sums in decided.prices.sums(decided.placement, 0) if sums.both is not None
+                 for load in sums.both.insides]
+        inside_s = max((load.price.scaled(2).seconds(one.size) for load in loads), default=0.0)
+        then_s = step_s - min(one.exposed_s, one.seconds - inside_s)
+        then_s += self.rounds.exposed_s(one.seconds, then_s)
+        apart = replace(one.reduction, apart=self.rounds.every)
+        change = SumChange((one.reduction,), (apart,), one.size, step_s, then_s)
+        refused = self.trials.refused(change.key, _figures(learned, summed))
+        return change if self._too_long(step_s, change) and not refused else None
+
+    def _back(self, summed: Sequence[Summed], step_s: float) -> SumChange | None:
+        """Where the last round says that a step together takes less again."""
+        (one,), (whole, hidden_s) = summed, self._whole
+        ended = self.trials.end(_rest(summed, step_s), step_s)
+        together_s = step_s + max(0.0, one.round_s - hidden_s)
+        most_s = BACK * self.known[1].apart_from * step_s
+        if ended is None and not 0 < one.round_s <= hidden_s + most_s - step_s:
+            return None
+        return SumChange((one.reduction,), whole, one.size, step_s, together_s, back=True)
+
+    def _next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
+        learned = measured_networks(plan, *self.known, summed)
+        figures, now = _figures(learned, summed), tuple(one.reduction for one in summed)
         size = max(one.size for one in summed)
         if (back := self.trials.end(_rest(summed, step_s), step_s)) is not None:
             return SumChange(now, back.before, size, step_s, back.now_s, back=True)
         decided, before = (_by_size(each, *self.known, summed) for each in (learned, plan))
         found = [self._best(decided[one.size], before[one.size], stage, one)
                  for stage, one in enumerate(summed)]
-        after = tuple(way for way, _ in found)
+        after = tuple(reduction for reduction, _ in found)
         if after == now:
             return None
         ends = [one.end_s + max(0.0, one.exposed_s - one.seconds + then)
-                for one, (way, then) in zip(summed, found)]
+                for one, (reduction, then) in zip(summed, found)]
         then_s = step_s + max(ends) - max(one.end_s + one.exposed_s for one in summed)
         change = SumChange(now, after, size, step_s, then_s)
         return None if then_s > step_s * (1 - GAIN) or self.trials.refused(change.key, figures) else change
@@ -167,19 +238,23 @@ class SumJudge:
         """A stage's way by the rules of the start, and what it takes; the present one where it is as fast,
         and where the other one would be on networks inside clusters that these groups have not. decided,
         before: of the learned plan, and of the present one."""
-        found = replace(decided.reduction(stage, one.way.overlap), compress=one.way.compress)
+        reduction = replace(decided.reduction(stage, one.reduction.overlap), compress=one.reduction.compress)
         every = decided.prices.sums(decided.placement, stage)
-        if in_two_levels(found, one.size):
+        if in_two_levels(reduction, one.size):
             if list(map(_inside, every)) != list(map(_inside, before.prices.sums(before.placement, stage))):
-                return one.way, one.seconds
+                return one.reduction, one.seconds
             then = max(sums.both.seconds(one.size) for sums in every if sums.both is not None)
         else:
-            then = max(_ring(sums, found, one.size).seconds(one.size) for sums in every)
-        return (found, then) if then < one.seconds else (one.way, one.seconds)
+            then = max(_ring(sums, reduction, one.size).seconds(one.size) for sums in every)
+        return (reduction, then) if then < one.seconds else (one.reduction, one.seconds)
 
     def taken(self, change: SumChange, plan: Plan, summed: Sequence[Summed]) -> None:
         """All ranks go on with it; it was decided on what was `summed`."""
+        if change.together:
+            return
         figures = _figures(measured_networks(plan, *self.known, summed), summed)
+        if change.after[0].apart:
+            self._whole = change.before, summed[0].seconds - summed[0].exposed_s
         self.trials.begin(change, figures, _rest(summed, change.now_s))
 
 

@@ -108,11 +108,11 @@ def _compared(prices: Prices, placement: Placement) -> dict[str, float]:
     """The step, and stock's."""
     sizes = placement.sizes
     costs, ones = prices.costs(placement), (1,) * sizes.pipeline
-    found = _times(estimate(costs, ones))
+    result = _times(estimate(costs, ones))
     stock, order = _stock(prices, sizes)
     times = _times(estimate(Prices(stock, prices.job).costs(order), ones))
-    found |= {f"stock_{name}": value for name, value in times.items() if name != "exposed_reduction_seconds"}
-    return found
+    result |= {f"stock_{name}": value for name, value in times.items() if name != "exposed_reduction_seconds"}
+    return result
 
 
 def _stock(prices: Prices, sizes: Sizes) -> tuple[Network, Placement]:

@@ -23,17 +23,17 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.decisions import Decisions, own_pair, own_pairs
+from holmes_ext.plan.decisions import Decisions, pair_needs_group, pairs_with_group
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.placement.straddling import straddling as straddling_of
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
-from holmes_ext.plan.traffic import CARRIERS, SOCKETS, VERBS, PlannedFabric, Reduction
+from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, Reduction
 
 __all__ = [
-    "derive_traffic", "own_pair", "own_pairs", "reduction_of", "resized", "site_of", "straddling",
-    "with_loads",
+    "derive_traffic", "pair_needs_group", "pairs_with_group", "reduction_of", "resized", "site_of",
+    "straddling", "with_loads",
 ]  # fmt: skip
 
 
@@ -46,9 +46,9 @@ def derive_traffic(
     known = {fabric.name: fabric for fabric in plan.fabrics}
     here = [site.node_by_name[name] for name in plan.nodes]
 
-    def able(fabric: Fabric, carrier: str) -> tuple[str, ...]:
+    def able(fabric: Fabric, network_api: str) -> tuple[str, ...]:
         return tuple(n.name for n in here
-                     for p in n.ports if p.fabric == fabric.name and _carries(p, carrier))
+                     for p in n.ports if p.fabric == fabric.name and _carries(p, network_api))
 
     rates = [known.get(fabric.name, fabric) for fabric in links.site(site).fabrics]
     nets = {fabric.name: fabric.net for fabric in site.fabrics}
@@ -60,34 +60,35 @@ def derive_traffic(
     names = dict.fromkeys(node.cluster for node in here)
     clusters = {name: tuple(node.name for node in here if node.cluster == name) for name in names}
     wan = plan.wan if plan.fabrics else links.site(site).wan
-    settled = replace(plan, fabrics=fabrics, clusters=clusters, wan=wan)
+    resolved = replace(plan, fabrics=fabrics, clusters=clusters, wan=wan)
     if not plan.fabrics:
-        settled = replace(settled, workload=workload or Workload(), basis=basis)
+        resolved = replace(resolved, workload=workload or Workload(), basis=basis)
     if plan.sizes is not None and fabrics != plan.fabrics:  # what straddles, on the ports that are left
-        network = Network(site_of(settled))
-        prices = Prices(network, RankModel.of_workload(settled.workload, plan.sizes),
+        network = Network(site_of(resolved))
+        prices = Prices(network, RankModel.of_workload(resolved.workload, plan.sizes),
                         rules_of(engine, options))
         placement = network.placement(plan.nodes, plan.sizes)
-        settled = replace(settled, straddling=straddling_of(prices, placement))
-    return with_traffic(settled, options, engine)
+        resolved = replace(resolved, straddling=straddling_of(prices, placement))
+    return with_traffic(resolved, options, engine)
 
 
-def _carries(port: Port, carrier: str) -> bool:
+def _carries(port: Port, network_api: str) -> bool:
     """Whether groups may use `port`; taken for granted where its NIC is not known yet."""
     known = port.interface or port.address or port.hcas
-    needed = port.hcas and not port.no_verbs if carrier == VERBS else port.address
+    needed = port.hcas and not port.no_verbs if network_api == VERBS else port.address
     return port.usable and (port.fabric == ETHERNET or not known or bool(needed))
 
 
-def decisions(plan: Plan, carrier: str, options: Options, engine: EngineTraits = EngineTraits()) -> Decisions:
-    return Decisions(plan, carrier, site_of(plan, carrier), options, engine)
+def decisions(plan: Plan, network_api: str, options: Options,
+              engine: EngineTraits = EngineTraits()) -> Decisions:
+    return Decisions(plan, network_api, site_of(plan, network_api), options, engine)
 
 
 def with_traffic(plan: Plan, options: Options, engine: EngineTraits = EngineTraits()) -> Plan:
-    """The decisions for both carriers, one entry where they are the same."""
-    verbs, sockets = (decisions(plan, carrier, options, engine).traffic() for carrier in CARRIERS)
-    alike = verbs == replace(sockets, carriers=verbs.carriers)
-    return replace(plan, traffic=(replace(verbs, carriers=CARRIERS),) if alike else (verbs, sockets))
+    """The decisions for both network APIs, one entry where they are the same."""
+    verbs, sockets = (decisions(plan, network_api, options, engine).traffic() for network_api in NETWORK_APIS)
+    alike = verbs == replace(sockets, network_apis=verbs.network_apis)
+    return replace(plan, traffic=(replace(verbs, network_apis=NETWORK_APIS),) if alike else (verbs, sockets))
 
 
 def resized(
@@ -113,11 +114,12 @@ def with_loads(plan: Plan, options: Options, model: Model | None,
         return plan
     network = Network(site_of(plan))
     costs = Prices(network, RankModel.of(model, sizes)).costs(network.placement(plan.nodes, sizes))
-    own = len(plan.stage_layers) == costs.stages and sum(plan.stage_layers) == model.layers  # else chunks
-    layers = plan.stage_layers if own else uniform(model.layers, costs.stages)
+    whole = len(plan.stage_layers) == costs.stages and sum(plan.stage_layers) == model.layers  # else chunks
+    layers = plan.stage_layers if whole else uniform(model.layers, costs.stages)
     plan = replace(plan, loads=costs.loads(layers))
     traffic = [
-        decisions(plan, one.carriers[0], options, engine).with_order(one) for one in plan.traffic
+        decisions(plan, decided.network_apis[0], options, engine).with_order(decided)
+        for decided in plan.traffic
     ]
     return replace(plan, traffic=tuple(traffic))
 
@@ -130,41 +132,41 @@ def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
         return None
 
 
-def site_of(plan: Plan, carrier: str = VERBS) -> Site:
+def site_of(plan: Plan, network_api: str = VERBS) -> Site:
     """The plan's own networks as a Site, nodes in its order."""
     cluster_of = {node: name for name, nodes in plan.clusters.items() for node in nodes}
     fast = [fabric.name for fabric in plan.fabrics if fabric.name != ETHERNET]  # the fastest first
 
     def node(name: str) -> Node:
-        ports = (Port(fabric) for fabric in fast if fabric in plan.reach[carrier][name])
+        ports = (Port(fabric) for fabric in fast if fabric in plan.reach[network_api][name])
         return Node(name, cluster_of[name], plan.processes, (*ports, Port(ETHERNET)))
 
     return Site(tuple(map(node, plan.nodes)), plan.fabrics, wan=plan.wan)
 
 
 def reduction_of(
-    plan: Plan, ranks: Sequence[int], carrier: str, options: Options, total_bytes: float = inf,
+    plan: Plan, ranks: Sequence[int], network_api: str, options: Options, total_bytes: float = inf,
     engine: EngineTraits = EngineTraits(),
 ) -> Reduction:
     """How the group of `ranks` sums total_bytes in a step: as its stage does. For itself where the plan has
     no such group, it is to compress otherwise, or has too little for a network's buckets; for the stage again
     where links have a latency and the plan did not know its bytes."""
-    planned, stage = plan.traffic_of(carrier).reductions, plan.stage_of(ranks)
+    planned, stage = plan.traffic_of(network_api).reductions, plan.stage_of(ranks)
     nominal = plan.basis == NOMINAL and plan.sizes is not None
     if stage is not None and plan.wan and nominal and total_bytes < inf:
         known = replace(plan, workload=replace(plan.workload, gradient_bytes=total_bytes))
-        return decisions(known, carrier, options, engine).reduction(stage, planned[stage].overlap)
+        return decisions(known, network_api, options, engine).reduction(stage, planned[stage].overlap)
     enough = total_bytes >= FEWEST * SMALLEST_BYTES
     if stage is not None and planned[stage].compress == options.compress and enough:
         return planned[stage]
     overlap = options.overlap != "off" if stage is None else planned[stage].overlap
-    return decisions(plan, carrier, options, engine).of_group(ranks, overlap, total_bytes)
+    return decisions(plan, network_api, options, engine).of_group(ranks, overlap, total_bytes)
 
 
 def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
     """Kind of group -> how many straddle (Plan.straddles) in a job of complete `sizes`. instances > 1: of a
     data-parallel group its slices, within which megatron-core reduces first."""
-    found = {}
+    result = {}
     for kind in INSIDE:
         members = groups(sizes, kind)
         if kind == "data" and instances > 1:
@@ -172,5 +174,5 @@ def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
             members = [group[start : start + size] for group in members
                        for start in range(0, len(group), size)]
         if count := sum(map(plan.straddles, members)):
-            found[kind] = count
-    return found
+            result[kind] = count
+    return result

@@ -73,18 +73,18 @@ def nodes_of(site: Site) -> Counter[str]:
 
 def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
     """Samples of each job, by its ranks; multiples of `unit` (a micro-batch) times its nodes if possible."""
-    found = {}
+    result = {}
     for name, nodes in nodes_of(site).items():
         share = samples * nodes / len(site.nodes)
         whole = unit * nodes * site.processes if share >= unit * nodes * site.processes else unit
-        found[name] = max(1, round(share / whole)) * whole
-    return found
+        result[name] = max(1, round(share / whole)) * whole
+    return result
 
 
 def round_seconds(site: Site, parameters: float, fragments: int, compress: str = "bf16") -> float:
     """From a fragment's pseudo-gradient to its sum in all jobs, where nothing else is on the network."""
     bits = _bits(parameters, fragments, compress)
-    pairs = {(one, two): bits for one in site.clusters for two in site.clusters if one != two}
+    pairs = {(cluster, two): bits for cluster in site.clusters for two in site.clusters if cluster != two}
     busiest = max((load / hop.rate_bps for hop, load in hop_loads(site.wan, pairs).items()), default=0.0)
     ethernet = site.fabric_by_name[ETHERNET]
     nics = (len(site.clusters) - 1) * bits / (min(nodes_of(site).values()) * ethernet.rate_bps)
@@ -108,19 +108,19 @@ class RoundPrices:
     def of(self, every: int, fragments: int, delay: int) -> Setting:
         if (key := (every, fragments, delay)) not in self._known:
             period, bits = every // fragments, _bits(self.parameters, fragments, self.compress)
-            one = simulate_round(self.site, self._runners, bits, period - delay, delay)
+            round_seconds = simulate_round(self.site, self._runners, bits, period - delay, delay)
             exposed_s, slower_s = (seconds / period if seconds > _ROUNDING * self.step_s else 0.0
-                                   for seconds in (one.waited_s, one.longer_s))
+                                   for seconds in (round_seconds.waited_s, round_seconds.longer_s))
             rate = self.samples / (self.step_s + exposed_s + slower_s)
-            self._known[key] = Setting(*key, one.round_s, exposed_s, slower_s, rate)
+            self._known[key] = Setting(*key, round_seconds.round_s, exposed_s, slower_s, rate)
         return self._known[key]
 
     def hidden_with(self, fragments: int) -> Setting:
         """With the least delay, and the least `every`, at which nothing is exposed."""
         alone = ceil(round_seconds(self.site, self.parameters, fragments, self.compress) / self.step_s)
-        found = _least(lambda delay: self.of(fragments * (delay + 1), fragments, delay), alone)
-        assert found is not None
-        return found
+        setting = _least(lambda delay: self.of(fragments * (delay + 1), fragments, delay), alone)
+        assert setting is not None
+        return setting
 
     def hidden_after(self, delay: int) -> Setting | None:
         """With the fewest fragments and least `every` at which nothing is exposed; None: there is none."""
@@ -130,30 +130,30 @@ class RoundPrices:
 def _least(of: Callable[[int], Setting], first: int, most: int = 2**40) -> Setting | None:
     """At the least number from 1 to `most` from which nothing is exposed; first: where to look."""
     low, high = 0, max(1, first)
-    while (found := of(high)).exposed_s:
+    while (result := of(high)).exposed_s:
         if high == most:
             return None
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
-        if (one := of(middle)).exposed_s:
+        if (choice := of(middle)).exposed_s:
             low = middle
         else:
-            high, found = middle, one
-    return found
+            high, result = middle, choice
+    return result
 
 
 def settings(rounds: RoundPrices) -> list[Setting]:
     """The default, and with the least `every` at which nothing is exposed: for its fragments, for its
     delay."""
     found = [rounds.of(*DEFAULT), rounds.hidden_with(DEFAULT[1]), rounds.hidden_after(DELAY)]
-    return list(dict.fromkeys(one for one in found if one is not None))
+    return list(dict.fromkeys(choice for choice in found if choice is not None))
 
 
 def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:
     """What comes of each `every`, to twice the greatest of settings(): by the name of a way to choose the
     rest."""
-    count, most = DEFAULT[1], 2 * max(one.every for one in settings(rounds))
+    count, most = DEFAULT[1], 2 * max(setting.every for setting in settings(rounds))
     doubled = [2**power for power in range(most.bit_length())]
     hidden = rounds.hidden_after(DELAY)
     counts = sorted({*doubled, *((hidden.fragments,) if hidden else ())})
@@ -165,5 +165,5 @@ def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:
                                               if period > DELAY],
         f"fragments=every/{DELAY + 1}, delay={DELAY}": [(each * (DELAY + 1), each, DELAY) for each in counts],
     }
-    return {name: [rounds.of(*one) for one in points if one[0] <= most and one[1] <= MOST_FRAGMENTS]
+    return {name: [rounds.of(*point) for point in points if point[0] <= most and point[1] <= MOST_FRAGMENTS]
             for name, points in ways.items()}

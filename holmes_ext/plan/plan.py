@@ -20,7 +20,7 @@ from holmes_ext.document import Table, load_json, parse_json, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.sizes import KINDS, Sizes, groups
-from holmes_ext.plan.traffic import CARRIERS, VERBS, PlannedFabric, Traffic
+from holmes_ext.plan.traffic import NETWORK_APIS, VERBS, PlannedFabric, Traffic
 
 VERSION = 3
 #: That are read.
@@ -101,32 +101,32 @@ class Plan:
     def reach(self) -> dict[str, dict[str, frozenset[str]]]:
         """Carrier -> node -> names of the fabrics that it can use."""
         return {
-            carrier: {node: frozenset(f.name for f in self.fabrics if node in of[f.name])
-                      for node in self.nodes}
-            for carrier in CARRIERS
-            for of in [{f.name: set(getattr(f, carrier)) for f in self.fabrics}]
+            network_api: {node: frozenset(f.name for f in self.fabrics if node in of[f.name])
+                          for node in self.nodes}
+            for network_api in NETWORK_APIS
+            for of in [{f.name: set(getattr(f, network_api)) for f in self.fabrics}]
         }
 
-    def fabric_of(self, ranks: Iterable[int], carrier: str = VERBS) -> Fabric | None:
+    def fabric_of(self, ranks: Iterable[int], network_api: str = VERBS) -> Fabric | None:
         """The network of a group: the first fabric that all its nodes can use; None inside one node."""
         nodes = {self.node_of(rank) for rank in ranks}
         if len(nodes) == 1:
             return None
-        shared = frozenset.intersection(*{self.reach[carrier][node] for node in nodes})
+        shared = frozenset.intersection(*{self.reach[network_api][node] for node in nodes})
         return next(fabric for fabric in self.fabrics if fabric.name in shared)
 
-    def straddles(self, ranks: Collection[int], carrier: str = VERBS) -> bool:
+    def straddles(self, ranks: Collection[int], network_api: str = VERBS) -> bool:
         """Whether a group is left to Ethernet although one of its nodes has better."""
-        used = self.fabric_of(ranks, carrier)
-        better = (len(self.reach[carrier][self.node_of(rank)]) > 1 for rank in ranks)
+        used = self.fabric_of(ranks, network_api)
+        better = (len(self.reach[network_api][self.node_of(rank)]) > 1 for rank in ranks)
         return used is not None and used.name == ETHERNET and any(better)
 
     def by_cluster(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """Cluster -> those of `ranks` that run on it, in their order."""
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for rank in ranks:
-            found.setdefault(self._cluster_of[self.node_of(rank)], []).append(rank)
-        return found
+            result.setdefault(self._cluster_of[self.node_of(rank)], []).append(rank)
+        return result
 
     @cached_property
     def _cluster_of(self) -> dict[str, str]:
@@ -149,8 +149,8 @@ class Plan:
         stride = sizes.strides()["pp"]
         return {ranks: ranks[0] // stride % sizes.pipeline for ranks in groups(sizes, "data")}
 
-    def traffic_of(self, carrier: str = VERBS) -> Traffic:
-        return next(traffic for traffic in self.traffic if carrier in traffic.carriers)
+    def traffic_of(self, network_api: str = VERBS) -> Traffic:
+        return next(traffic for traffic in self.traffic if network_api in traffic.network_apis)
 
     @property
     def transports(self) -> dict[str, tuple[str, ...]]:

@@ -202,12 +202,12 @@ def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap:
 def _measured_on(profile: Profile, names: Sequence[str], stage: int) -> StageTimes:
     """The stage of the profile on the same clusters: the one in the same place where there is one."""
     order = [*profile.stages[stage : stage + 1], *profile.stages]
-    found = next((one for one in order if set(one.clusters) == set(names)), None)
-    if found is None:
-        measured = "; ".join(", ".join(one.clusters) for one in profile.stages)
+    result = next((one for one in order if set(one.clusters) == set(names)), None)
+    if result is None:
+        measured = "; ".join(", ".join(stage_times.clusters) for stage_times in profile.stages)
         what = f"no stage was measured on cluster {', '.join(names)} (stages lay on {measured})"
         raise HolmesError(f"{profile.source}: {what}; measure this placement")
-    return found
+    return result
 
 
 def _edge(profile: Profile, here: Sequence[str], there: Sequence[str]) -> float:
@@ -234,9 +234,9 @@ def _blocks(profile: Profile, on: StageTimes, way: int) -> list[float]:
     alike: dict[float, list[float]] = {}
     for block, *both in zip(on.blocks, on.forward_s, on.backward_s):
         alike.setdefault(sizes[block], []).append(both[way])
-    found = []
+    result = []
     for block, size in enumerate(sizes):
         home = homes[block]
         own = (home.backward_s if way else home.forward_s)[home.blocks.index(block)] * _ratio(home, on)
-        found.append(sum(alike[size]) / len(alike[size]) if size in alike else own)
-    return found
+        result.append(sum(alike[size]) / len(alike[size]) if size in alike else own)
+    return result

@@ -30,10 +30,10 @@ class ShardedWeights:
 
 
 def sharded_seconds(
-    plan: Plan, ranks: Sequence[int], what: ShardedWeights, carrier: str, hybrid: bool = False
+    plan: Plan, ranks: Sequence[int], what: ShardedWeights, network_api: str, hybrid: bool = False
 ) -> float:
     """Of a step's gathers and reduce-scatters; hybrid: shards inside clusters, sums across."""
-    network = Network(site_of(plan, carrier))
+    network = Network(site_of(plan, network_api))
     sizes = Sizes().complete(plan.world_size)
     family = family_of(network.placement(plan.nodes, sizes), ranks)
     if family.ranks == 1:
@@ -42,7 +42,7 @@ def sharded_seconds(
     rings = [network.ring(part, 1) for part in parts or [family]]
     reduction = Sharded(
         max(rings, key=lambda ring: ring.price.byte_s), zero=3, again=what.again,
-        weights=what.weight_bytes / what.gradient_bytes, scatter_part=1.0 if carrier == SOCKETS else 0.5,
+        weights=what.weight_bytes / what.gradient_bytes, scatter_part=1.0 if network_api == SOCKETS else 0.5,
         across=network.ring(owners(network, family), 1) if parts else None,
         shards=parts[0].ranks if parts else 1,
     )  # fmt: skip

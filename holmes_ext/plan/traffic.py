@@ -1,7 +1,7 @@
 """What of a Plan a running job looks up: each group's network, reductions, how stages send.
 
     fabrics    in the order of preference: the first that all nodes of a group can use is the group's
-    traffic    for each carrier the decisions that follow; one entry where both come to the same
+    traffic    for each network API the decisions that follow; one entry where both come to the same
 
 What carries a group's tensors decides which ports it can use: NCCL needs HCAs ("verbs"), gloo an address
 ("sockets", which InfiniBand without IPoIB has not). Ethernet carries both, so every node is on it.
@@ -9,12 +9,12 @@ What carries a group's tensors decides which ports it can use: NCCL needs HCAs (
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.plan.cost.across import CrossClusterAlgorithm
 
-VERBS, SOCKETS = CARRIERS = ("verbs", "sockets")
+VERBS, SOCKETS = NETWORK_APIS = ("verbs", "sockets")
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.
 LOCAL = "local"
 
@@ -46,6 +46,9 @@ class Reduction:
     across: CrossClusterAlgorithm | None = None
     #: Connections over which each pair of ranks shares out what crosses (gloo groups).
     streams: int = 1
+    #: Steps in which weights cross once, in place of gradients in each, which are summed inside clusters; 0:
+    #: gradients cross. Only while a job runs (--holmes-apart).
+    apart: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Edge:
     fabrics: tuple[str, ...]
     #: Where the pair gets a group of its own: "world" in frameworks that send over the group of all ranks,
     #: "pipeline" in those that send over the pipeline group, "pipeline+world" in both, "" in none.
-    own: tuple[str, ...]
+    pair_groups: tuple[str, ...] = field(metadata={"was": "own"})
     #: Tensor ranks that share out what each of them has to send.
     slices: int = 1
     #: What activations and gradients are rounded to on their way: "off", "bf16", "int8".
@@ -66,9 +69,9 @@ class Edge:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The decisions for groups that one of `carriers` carries."""
+    """The decisions for groups that one of `network_apis` carries."""
 
-    carriers: tuple[str, ...]
+    network_apis: tuple[str, ...] = field(metadata={"was": "carriers"})
     #: Kind of group -> the fabric of every group, in the order of first ranks; one entry where they share
     #: one.
     transports: dict[str, tuple[str, ...]]

@@ -47,8 +47,8 @@ class PairRow:
     has a part in it is exposed (mean), bits/s while anything was under way (traced steps; 0: not known),
     bits/s and seconds there and back that the plan reckons with (0: no link of its own)."""
 
-    one: str
-    two: str
+    source: str
+    target: str
     sent: float
     exposed_s: float
     achieved_bps: float
@@ -127,7 +127,7 @@ class Summary:
     def slow_link(self) -> GroupRow | None:
         """The groups that lose most on a network that carries less than SLOW of its rate; None where a rank's
         own work, against the quickest rank's, costs as much."""
-        late_s = self.slowest.own_s - min(one.own_s for one in self.ranks)
+        late_s = self.slowest.own_s - min(rank.own_s for rank in self.ranks)
         slow = [row for row in self.rows if 0 < row.achieved_bps < SLOW * row.configured_bps]
         worst = max(slow, key=_lost_s, default=None)
         return worst if worst is not None and _lost_s(worst) > late_s else None
@@ -141,11 +141,11 @@ def _lost_s(row: GroupRow) -> float:
 def summarize(run: Run) -> Summary:
     """The figures of all steps but the warm-up."""
     steps = run.steps
-    seconds = [max(_seconds(one.steps[step]) for one in run.ranks) for step in steps]
-    tokens = [max(one.steps[step].get("tokens", 0) for one in run.ranks) for step in steps]
+    seconds = [max(_seconds(rank_file.steps[step]) for rank_file in run.ranks) for step in steps]
+    tokens = [max(row.steps[step].get("tokens", 0) for row in run.ranks) for step in steps]
     median = statistics.median(seconds)
     rate = statistics.median(tokens) / median if median > 0 else 0.0
-    ranks = tuple(_rank_row(one, steps) for one in run.ranks)
+    ranks = tuple(_rank_row(rank, steps) for rank in run.ranks)
     spread, joined = (min(seconds), max(seconds)), _joined(run)
     rows, pairs = _rows(run, steps), _pairs(run)
     return Summary(
@@ -156,7 +156,7 @@ def summarize(run: Run) -> Summary:
 
 def _plans(run: Run) -> tuple[PlanRow, ...]:
     """Each plan that the job had, where it changed."""
-    changes = [change for one in run.ranks for change in one.plans]
+    changes = [change for rank in run.ranks for change in rank.plans]
     if not changes:
         return ()
     first = {"step": run.steps[0] - 1, "in_flight": changes[0]["before"], "then_s": None}
@@ -164,7 +164,7 @@ def _plans(run: Run) -> tuple[PlanRow, ...]:
     found = []
     for row, end in zip(rows, [*ends, run.steps[-1] + 1]):
         steps = [step for step in run.steps if row["step"] < step < end]
-        seconds = [max(_seconds(one.steps[step]) for one in run.ranks) for step in steps]
+        seconds = [max(_seconds(rank_file.steps[step]) for rank_file in run.ranks) for step in steps]
         took = statistics.median(seconds) if seconds else 0.0
         found.append(PlanRow(max(row["step"], 0), tuple(row["in_flight"]), row["then_s"], end - row["step"],
                              took, row.get("sums", "")))
@@ -189,11 +189,11 @@ def _seconds(step: dict[str, Any]) -> float:
     return step["end"] - step["begin"]
 
 
-def _rank_row(one: RankFile, steps: list[int]) -> RankRow:
-    whole = [_seconds(one.steps[step]) for step in steps]
-    exposed = [sum(row[7] for row in exposed_rows(one.steps[step])) for step in steps]
+def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
+    whole = [_seconds(rank_file.steps[step]) for step in steps]
+    exposed = [sum(row[7] for row in exposed_rows(rank_file.steps[step])) for step in steps]
     own = statistics.median(a - b for a, b in zip(whole, exposed))
-    return RankRow(one.rank, one.node, one.head["cluster"], statistics.median(whole),
+    return RankRow(rank_file.rank, rank_file.node, rank_file.head["cluster"], statistics.median(whole),
                    statistics.median(exposed), own)
 
 
@@ -208,10 +208,10 @@ def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
 
 def _rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
     sums: dict[Key, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0] * 4))
-    for one in run.ranks:
+    for rank_file in run.ranks:
         for step in steps:
-            for kind, fabric, where, operations, _, *values in exposed_rows(one.steps[step]):
-                total = sums[kind, fabric, where][one.rank]
+            for kind, fabric, where, operations, _, *values in exposed_rows(rank_file.steps[step]):
+                total = sums[kind, fabric, where][rank_file.rank]
                 total[:] = map(sum, zip(total, (operations, *values)))
     rates = achieved(run)
     rows = []
@@ -228,11 +228,11 @@ def _rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
 def _pairs(run: Run) -> tuple[PairRow, ...]:
     sent: dict[tuple[str, str], float] = defaultdict(float)
     exposed: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for one in run.ranks:
+    for rank in run.ranks:
         for step in run.steps:
-            for first, second, size, waited in one.steps[step].get("between", ()):
+            for first, second, size, waited in rank.steps[step].get("between", ()):
                 sent[first, second] += size / len(run.steps)
-                exposed[first, second][one.rank] += waited / len(run.steps)
+                exposed[first, second][rank.rank] += waited / len(run.steps)
     links = {(one, two): (rate, latency) for one, two, rate, latency in run.head.get("between", ())}
     rates, rows = _achieved_between(run), []
     for pair, size in sent.items():
@@ -248,10 +248,10 @@ def _achieved_between(run: Run) -> dict[tuple[str, str], float]:
     spans: dict[tuple[str, str],
                 dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     sent: dict[tuple[str, str], float] = defaultdict(float)
-    cluster = {one.rank: one.head["cluster"] for one in run.ranks}
+    cluster = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
     for step in run.traced():
         for members in _matched(run, step).values():
-            start, end = max(one[1] for one in members), max(one[2] for one in members)
+            start, end = max(member[1] for member in members), max(member[2] for member in members)
             ring = sorted(members)
             for (rank, _, _, size), (following, *_) in zip(ring, (*ring[1:], ring[0])):
                 pair = cluster[rank], cluster[following]
@@ -268,10 +268,10 @@ def achieved(run: Run) -> dict[Key, float]:
     spans: dict[Key,
                 dict[tuple[int, int], list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     sent: dict[Key, float] = defaultdict(float)
-    cluster = {one.rank: one.head["cluster"] for one in run.ranks}
+    cluster = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
     for step in run.traced():
         for (kind, fabric, *_), members in _matched(run, step).items():
-            start, end = max(one[1] for one in members), max(one[2] for one in members)
+            start, end = max(member[1] for member in members), max(member[2] for member in members)
             where = "across" if len({cluster[one[0]] for one in members}) > 1 else "inside"
             for rank, _, _, size in members:
                 if size and end > start:
@@ -284,11 +284,11 @@ def achieved(run: Run) -> dict[Key, float]:
 def _matched(run: Run, step: int) -> dict[tuple, list[tuple[int, float, float, float]]]:
     """(kind, fabric, group, operation, number, its ends) -> (rank, start, end, bytes); complete ones only."""
     found: dict[tuple, list] = defaultdict(list)
-    for one in run.ranks:
-        offset = run.offset(one)
-        for kind, fabric, name, group, number, peer, start, end, _, size in one.steps[step]["ops"]:
+    for rank in run.ranks:
+        offset = run.offset(rank)
+        for kind, fabric, name, group, number, peer, start, end, _, size in rank.steps[step]["ops"]:
             if end:
-                ends = None if peer is None else (one.rank, peer) if name == "send" else (peer, one.rank)
+                ends = None if peer is None else (rank.rank, peer) if name == "send" else (peer, rank.rank)
                 key = (kind, fabric, group, "message" if ends else name, number, ends)
-                found[key].append((one.rank, start + offset, end + offset, size))
+                found[key].append((rank.rank, start + offset, end + offset, size))
     return {key: members for key, members in found.items() if len(members) > 1}

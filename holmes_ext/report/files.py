@@ -67,18 +67,18 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """Steps that every file has, without the warm-up (unless there are no others)."""
-        common = sorted(set.intersection(*(set(one.steps) for one in self.ranks)))
+        common = sorted(set.intersection(*(set(rank.steps) for rank in self.ranks)))
         return [step for step in common if step >= WARM_UP] or common
 
     def traced(self) -> list[int]:
         """Steps of which every rank lists its operations."""
-        return [step for step in self.steps if all("ops" in one.steps[step] for one in self.ranks)]
+        return [step for step in self.steps if all("ops" in rank.steps[step] for rank in self.ranks)]
 
     @property
     def rounds(self) -> dict[int, list[dict[str, Any]]]:
         """What ranks tell of each round with other jobs (telemetry.outer_round), by its number, in order."""
         found: dict[int, list[dict[str, Any]]] = {}
-        for told in (told for one in self.ranks for told in one.rounds):
+        for told in (told for rank in self.ranks for told in rank.rounds):
             found.setdefault(told["round"], []).append(told)
         return dict(sorted(found.items()))
 
@@ -86,15 +86,15 @@ class Run:
     def done(self) -> FollowedPlan:
         """Of all ranks."""
         reductions, differences = set(), list[str]()
-        for one in self.ranks:
-            reductions |= set(one.done.reductions)
-            differences += one.done.differences
-        held = max((one.done.in_flight for one in self.ranks), default=())
+        for rank_file in self.ranks:
+            reductions |= set(rank_file.done.reductions)
+            differences += rank_file.done.differences
+        held = max((rank.done.in_flight for rank in self.ranks), default=())
         return FollowedPlan(tuple(sorted(reductions)), held, tuple(dict.fromkeys(differences)))
 
-    def offset(self, one: RankFile) -> float:
+    def offset(self, file: RankFile) -> float:
         """What makes `one`'s times rank 0's: a node's first process has measured it."""
-        return next((other.clock[0] for other in self.ranks if other.node == one.node and other.clock), 0.0)
+        return next((other.clock[0] for other in self.ranks if other.node == file.node and other.clock), 0.0)
 
 
 def load(directory: str | Path) -> Run:
@@ -120,11 +120,11 @@ def load(directory: str | Path) -> Run:
     notes += [f"{one.path.name} ends in the middle of a line, which is left out:"
               f" rank {one.rank} was killed, or still writes" for one in ranks if one.cut]
     world = ranks[0].head["world"]
-    absent = sorted(set(range(world)) - {one.rank for one in ranks})
+    absent = sorted(set(range(world)) - {rank_file.rank for rank_file in ranks})
     if absent:
         notes.append(f"{len(absent)} of {world} ranks have no file here (rank {some_of(absent)});"
                      " copy the files of all nodes together")
-    unaligned = sorted({one.node for one in ranks} - {one.node for one in ranks if one.clock})
+    unaligned = sorted({rank.node for rank in ranks} - {file.node for file in ranks if file.clock})
     if unaligned:
         notes.append(
             f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned")
@@ -147,11 +147,11 @@ def read(path: Path) -> RankFile:
     if not lines:
         raise HolmesError(
             f"{path}: line 1 is not whole: not a file of holmes's telemetry, or nothing was written yet")
-    one = _head(path, _parsed(f"{path}: line 1", lines[0]))
+    rank_file = _head(path, _parsed(f"{path}: line 1", lines[0]))
     for number, line in enumerate(lines[1:], 2):
-        _take(one, _parsed(f"{path}: line {number}", line), f"{path}: line {number}")
-    one.cut = bool(tail)
-    return one
+        _take(rank_file, _parsed(f"{path}: line {number}", line), f"{path}: line {number}")
+    rank_file.cut = bool(tail)
+    return rank_file
 
 
 def _parsed(where: str, line: str) -> dict[str, Any]:
@@ -196,11 +196,11 @@ def _merge(rows: list[list], more: list[list], names: int) -> list[list]:
 _LISTS = {"groups": "sssnnnnn", "between": "ssnn", "ops": "ssssnpnnnn", "spans": "snn"}
 
 
-def _take(one: RankFile, document: dict[str, Any], where: str) -> None:
+def _take(file: RankFile, document: dict[str, Any], where: str) -> None:
     if "clock" in document:
         if not _is_row(document["clock"], "nn"):
             raise HolmesError(f"{where}: 'clock' is not two numbers")
-        one.clock = tuple(document["clock"])
+        file.clock = tuple(document["clock"])
     elif "step" in document:
         table = Table(document, where)
         step, *_ = table.take("step", int), table.take("begin", float), table.take("end", float)
@@ -210,12 +210,12 @@ def _take(one: RankFile, document: dict[str, Any], where: str) -> None:
             rows = document.get(key, None if key == "groups" else [])
             if not isinstance(rows, list) or not all(_is_row(row, kinds) for row in rows):
                 raise HolmesError(f"{where}: step {step}: {key!r} are not rows as this version writes them")
-        one.steps[step] = document
+        file.steps[step] = document
     elif "late" in document:  # what was under way when the last step ended
-        if (step := Table(document, where).take("late", int)) not in one.steps:
+        if (step := Table(document, where).take("late", int)) not in file.steps:
             raise HolmesError(f"{where}: 'late' is of step {step}, which the file does not have")
         for key, names in (("groups", 3), ("between", 2)):
-            rows, last = document.get(key), one.steps[step]
+            rows, last = document.get(key), file.steps[step]
             if not isinstance(rows, list) or not all(_is_row(row, _LISTS[key]) for row in rows):
                 raise HolmesError(f"{where}: {key!r} are not rows as this version writes them")
             last[key] = _merge(last.get(key, []), rows, names)
@@ -225,14 +225,14 @@ def _take(one: RankFile, document: dict[str, Any], where: str) -> None:
                              table.list("differences", str))
         if not all(_is_row(row, "nbb") for row in rows):
             raise HolmesError(f"{where}: 'reductions' are not rows of [stage, two levels, overlap]")
-        one.done = FollowedPlan(tuple(map(tuple, rows)), tuple(held), tuple(texts))
+        file.done = FollowedPlan(tuple(map(tuple, rows)), tuple(held), tuple(texts))
     elif "outer" in document:
         table = Table(document, where).table("outer")
         table.take("round", int)
         table.take("verdict", str)
         for key in ("bytes", "seconds", "exposed"):
             table.take(key, float)
-        one.rounds.append(document["outer"])
+        file.rounds.append(document["outer"])
     elif "plan" in document:
         table = Table(document, where).table("plan")
         table.take("step", int)
@@ -242,11 +242,11 @@ def _take(one: RankFile, document: dict[str, Any], where: str) -> None:
         if not all(isinstance(row, list) and _is_row(row, "n" * len(row)) for row in rows):
             raise HolmesError(f"{where}: 'before' and 'in_flight' of 'plan' are not lists of numbers")
         table.take("sums", str, "")
-        one.plans.append(document["plan"])
+        file.plans.append(document["plan"])
     elif "model" in document:
-        one.model, one.edges = Table(document, where).table("model").values, document.get("edges", [])
+        file.model, file.edges = Table(document, where).table("model").values, document.get("edges", [])
     elif "end" in document:
-        one.closed = True
+        file.closed = True
     else:
         raise HolmesError(f"{where}: neither a step, nor 'clock', 'done', 'outer', 'plan', 'model' or 'end'")
 
@@ -260,10 +260,10 @@ def _is_row(row: Any, kinds: str) -> bool:
 
 
 def _check_one_run(ranks: list[RankFile]) -> None:
-    for first, one in zip(ranks, ranks[1:]):
+    for first, rank in zip(ranks, ranks[1:]):
         of = [f"{file.path.name} is of run {file.head['run']} (world {file.head['world']})"
-              for file in (first, one)]
+              for file in (first, rank)]
         if of[0].partition(" ")[2] != of[1].partition(" ")[2]:
-            raise HolmesError(f"{one.path.parent}: files of two runs are mixed: {', '.join(of)}; part them")
-        if one.rank == first.rank:
-            raise HolmesError(f"{first.path} and {one.path} are both of rank {one.rank}; keep one")
+            raise HolmesError(f"{rank.path.parent}: files of two runs are mixed: {', '.join(of)}; part them")
+        if rank.rank == first.rank:
+            raise HolmesError(f"{first.path} and {rank.path} are both of rank {rank.rank}; keep one")

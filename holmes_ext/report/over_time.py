@@ -18,7 +18,7 @@ def over_time_figure(run: Run, plans: tuple[PlanRow, ...]) -> Any:
     """Seconds of each step on its slowest rank; a band for each plan, with what it was predicted and measured
     to take."""
     plt, steps = pyplot(), run.steps
-    took = [max(one.steps[step]["end"] - one.steps[step]["begin"] for one in run.ranks) for step in steps]
+    took = [max(rank.steps[step]["end"] - rank.steps[step]["begin"] for rank in run.ranks) for step in steps]
     each = ceil(len(steps) / POINTS)
     points = [statistics.median(took[first : first + each]) for first in range(0, len(took), each)]
     figure, axis = plt.subplots(figsize=(11, 3.2), layout="constrained")

@@ -56,7 +56,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None
 
 def _line(kind: str, cells: Sequence[str], words: Sequence[bool], bold: bool = False) -> str:
     row = "<tr class=strong>" if bold else "<tr>"
-    tags = [f"{kind} class=text" if one else kind for one in words or [False] * len(cells)]
+    tags = [f"{kind} class=text" if word else kind for word in words or [False] * len(cells)]
     return row + "".join(f"<{tag}>{html.escape(cell)}</{kind}>" for tag, cell in zip(tags, cells)) + "</tr>"
 
 

@@ -167,14 +167,14 @@ def _box(x: float, y: float, width: float, height: float, color: str, alpha: flo
 
 def _edges(nodes: Sequence[str], sizes: Sizes) -> list[tuple[list[tuple[str, str]], float, str]]:
     """(pairs of nodes of one group or edge, line width, line style); one rank for each node."""
-    found = []
+    result = []
     for rank in range(len(nodes)):
         data, stages = (sizes.group(rank, axis) for axis in ("dp", "pp"))
         if data[0] == rank and len(data) > 1:
-            found.append(([(nodes[a], nodes[b]) for a, b in zip(data, data[1:])], 4.0, "-"))
+            result.append(([(nodes[a], nodes[b]) for a, b in zip(data, data[1:])], 4.0, "-"))
         if stages[0] == rank:
-            found += [([(nodes[a], nodes[b])], 1.2, "--") for a, b in zip(stages, stages[1:])]
-    return found
+            result += [([(nodes[a], nodes[b])], 1.2, "--") for a, b in zip(stages, stages[1:])]
+    return result
 
 
 def load_traces(directory: Path) -> list[dict[str, Any]]:

@@ -87,8 +87,8 @@ def step(result: SearchResult) -> Any:
     return timeline(panels, label + "; heights: shares of the time" * many)
 
 
-def _rows_of(result: SearchResult, one: Candidate) -> tuple[list[Row], float]:
-    found = simulated(result, one)
+def _rows_of(result: SearchResult, candidate: Candidate) -> tuple[list[Row], float]:
+    found = simulated(result, candidate)
     rows: dict[int, Row] = {}
     for line in found.ranks:
         own = [span for span in line.spans if span.kind != "idle"]
@@ -131,20 +131,20 @@ PAINTED: dict[str, Callable[[SearchResult], Any]] = {
     "placement": placement, "timeline": step, "clusters": clusters, "ethernet": what_if}
 
 
-def memory_text(one: Estimate, costs: StageCosts, stage: int) -> str:
+def memory_text(estimate: Estimate, costs: StageCosts, stage: int) -> str:
     """ "41.2 GB of 80 GB", with a "!" when it does not fit."""
     limit = costs.limit_bytes[stage]
     of = "" if limit == inf else f" of {format_bytes(limit)}"
-    return f"{format_bytes(one.memory_bytes[stage])}{of}" + ("" if one.fits[stage] else " !")
+    return f"{format_bytes(estimate.memory_bytes[stage])}{of}" + ("" if estimate.fits[stage] else " !")
 
 
-def draw_partitions(costs: StageCosts, found: Mapping[str, Estimate], path: str) -> None:
+def draw_partitions(costs: StageCosts, estimates: Mapping[str, Estimate], path: str) -> None:
     """For each partition a bar for each stage, as long as the step, cut into computing, communication,
     idle."""
     plt, height = pyplot("--picture needs"), max(1.6, 0.3 * costs.stages + 0.9)
-    figure, axes = plt.subplots(len(found), 1, figsize=(9, height * len(found) + 0.5), sharex=True,
+    figure, axes = plt.subplots(len(estimates), 1, figsize=(9, height * len(estimates) + 0.5), sharex=True,
                                 squeeze=False)
-    for axis, (name, one) in zip(axes[:, 0], found.items()):
+    for axis, (name, one) in zip(axes[:, 0], estimates.items()):
         left = [0.0] * costs.stages
         parts = ("compute", "#4c78a8"), ("communication", "#d62728"), ("idle", "#d9d9d9")
         for (kind, color), values in zip(parts, (one.compute_s, one.exposed_s, one.idle_s)):

@@ -63,13 +63,13 @@ def losses_figure(lives: Sequence[Incarnation]) -> Any:
     """Loss over time, a colour for each job, a cross where it was killed."""
     figure, axis = pyplot().subplots(figsize=(9, 4))
     colours: dict[str, str] = {}
-    for one in lives:
-        label = None if one.job in colours else one.job
-        colour = colours.setdefault(one.job, CLUSTERS[len(colours)])
-        axis.plot(one.ends, one.losses, color=colour, lw=1.2, label=label)
-        if one.killed:
-            axis.plot(one.ends[-1:], one.losses[-1:], "x", color=colour, ms=10, mew=2.5,
-                      label=f"{one.job} is killed")
+    for live in lives:
+        label = None if live.job in colours else live.job
+        colour = colours.setdefault(live.job, CLUSTERS[len(colours)])
+        axis.plot(live.ends, live.losses, color=colour, lw=1.2, label=label)
+        if live.killed:
+            axis.plot(live.ends[-1:], live.losses[-1:], "x", color=colour, ms=10, mew=2.5,
+                      label=f"{live.job} is killed")
     axis.set_xlabel("seconds")
     axis.set_ylabel("loss")
     axis.legend(frameon=False)

@@ -29,7 +29,7 @@ def chosen_step(run: Run, step: int | None) -> int:
 
 def trace(run: Run, step: int) -> dict[str, Any]:
     """Complete events ("X") in microseconds from the first rank's begin, on one clock, and names."""
-    zero = min(one.steps[step]["begin"] + run.offset(one) for one in run.ranks)
+    zero = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
     events: list[dict[str, Any]] = []
     for one in run.ranks:
         events += _events_of(one, step, run.offset(one) - zero)
@@ -37,14 +37,14 @@ def trace(run: Run, step: int) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _events_of(one: RankFile, step: int, shift: float) -> list[dict[str, Any]]:
-    line, events = one.steps[step], []
+def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, Any]]:
+    line, events = rank_file.steps[step], []
     lanes: dict[str, int] = {_COMPUTE: 0}
     busy: dict[int, float] = {}
 
     def add(lane: int, name: str, category: str, start: float, end: float, about: dict[str, Any]) -> None:
         times = {"ts": (start + shift) * 1e6, "dur": (end - start) * 1e6}
-        events.append({"name": name, "cat": category, "ph": "X", "pid": one.rank, "tid": lane, **times,
+        events.append({"name": name, "cat": category, "ph": "X", "pid": rank_file.rank, "tid": lane, **times,
                        "args": about})
 
     add(0, f"step {step}", "step", line["begin"], line["end"], {"tokens": line.get("tokens", 0)})
@@ -56,9 +56,9 @@ def _events_of(one: RankFile, step: int, shift: float) -> list[dict[str, Any]]:
         about = {"fabric": fabric, "group": group, "number": number, "peer": peer}
         add(_lane(lanes, busy, kind, start, end), name, kind, start, end,
             {**about, "waited_ms": waited * 1e3, "bytes_sent": sent})
-    names = [("process_name", 0, f"rank {one.rank} on {one.node} ({one.head['cluster']})")]
+    names = [("process_name", 0, f"rank {rank_file.rank} on {rank_file.node} ({rank_file.head['cluster']})")]
     names += [("thread_name", lane, name) for name, lane in lanes.items()]
-    return [{"name": what, "ph": "M", "pid": one.rank, "tid": lane, "args": {"name": name}}
+    return [{"name": what, "ph": "M", "pid": rank_file.rank, "tid": lane, "args": {"name": name}}
             for what, lane, name in names] + events
 
 
@@ -75,7 +75,7 @@ def _lane(lanes: dict[str, int], busy: dict[int, float], kind: str, start: float
 def pictured(run: Run, step: int) -> list[dict[str, Any]]:
     """Of each rank rows of [kind, start, end, bytes] on one clock."""
     ends = [one.steps[step]["end"] + run.offset(one) for one in run.ranks]
-    begins = [one.steps[step]["begin"] + run.offset(one) for one in run.ranks]
+    begins = [rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks]
     traces = []
     for one in run.ranks:
         shift, line = run.offset(one), one.steps[step]

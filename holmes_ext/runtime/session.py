@@ -16,7 +16,7 @@ from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, Reduction
-from holmes_ext.runtime.groups.backend import carrier_of
+from holmes_ext.runtime.groups.backend import network_api_of
 from holmes_ext.runtime.groups.transport import Transport, transport_on
 from holmes_ext.runtime.start.launcher import Process
 
@@ -53,11 +53,11 @@ class Session:
 
     def fabric_of(self, ranks: Iterable[int], backend: str) -> Fabric | None:
         """Of a group of `ranks`, planned; None inside a node, and where the backend chooses."""
-        return self.plan.fabric_of(ranks, carrier_of(backend)) if carrier_of(backend) else None
+        return self.plan.fabric_of(ranks, network_api_of(backend)) if network_api_of(backend) else None
 
     def transport(self, ranks: Iterable[int], backend: str) -> Transport:
         """The same as this node sees it."""
-        if not carrier_of(backend):
+        if not network_api_of(backend):
             return Transport(f"chosen by {backend}", "", "", "")
         return transport_on(self.fabric_of(ranks, backend), self.node)
 
@@ -80,25 +80,25 @@ class Session:
 
     def stages(self, sizes: Sizes, backend: str) -> tuple[Reduction, ...]:
         """How each stage of a job of complete `sizes` reduces its gradients by `backend`."""
-        return self.plan_for(sizes).traffic_of(carrier_of(backend) or SOCKETS).reductions
+        return self.plan_for(sizes).traffic_of(network_api_of(backend) or SOCKETS).reductions
 
     def reduction(
         self, ranks: Iterable[int], backend: str, total_bytes: float = inf, compress: str | None = None
     ) -> Reduction:
         """How a group sums total_bytes of gradients in a step; compress: instead of --holmes-compress."""
         options = self.options if compress is None else replace(self.options, compress=compress)
-        carrier = carrier_of(backend) or SOCKETS
+        network_api = network_api_of(backend) or SOCKETS
         members = tuple(ranks)
         again = self.decided_again(members, backend)
         if again is not None and again.compress == options.compress:
             return again
-        return reduction_of(self.plan, members, carrier, options, total_bytes, self.engine)
+        return reduction_of(self.plan, members, network_api, options, total_bytes, self.engine)
 
     def decided_again(self, ranks: Iterable[int], backend: str) -> Reduction | None:
         """How a group of `ranks` sums by what the job has measured; None where nothing was decided of it."""
         if self.learned is None or (stage := self.learned.stage_of(ranks)) is None:
             return None
-        return self.learned.traffic_of(carrier_of(backend) or SOCKETS).reductions[stage]
+        return self.learned.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,19 @@ class GroupRecord:
 class DoneReduction:
     """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; two_levels:
     else one ring; overlap: under the last backward; told: the user knows why it differs; follows: the plan's
-    changes."""
+    changes; why_not_apart: why its clusters cannot go apart; round_s: of their last round."""
 
     planned: Reduction
     bytes: float
     two_levels: bool
     overlap: bool
-    told: bool = False
+    reported: bool = False
     follows: bool = False
+    why_not_apart: str = ""
+    round_s: float = 0.0
 
 
-def note_reduction(ranks: Iterable[int], planned: Reduction | None, size: float, **how: bool) -> None:
+def note_reduction(ranks: Iterable[int], planned: Reduction | None, size: float, **how: Any) -> None:
     """`ranks` have summed gradients; of several sums the largest counts. how: of DoneReduction. Only where
     holmes is on and the group has two ranks."""
     key = tuple(ranks)

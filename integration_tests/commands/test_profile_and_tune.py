@@ -3,8 +3,12 @@ stay."""
 
 import json
 import sys
+from dataclasses import replace
+
+from carriers import gloo_only, gpu_only, gpus
 
 from holmes_ext.cli.main import main
+from holmes_ext.lab.gpu.job import GpuClock
 from holmes_ext.plan.profile import load_profile
 from integration_tests.jobs import SIZE, TRAIN, full, losses, same, stages_of, train, train_megatron
 
@@ -16,6 +20,7 @@ def run(clusters, log, *flags):
     return train(clusters, log, "--stages", "2", *clusters.holmes, *flags, accelerator={**SLOW, "speed": {}})
 
 
+@gloo_only
 def test_tune_and_the_run_that_follows(two_clusters, tmp_path, monkeypatch):
     """`holmes tune -- holmes lab run ...`: the stage on the slow GPUs gets fewer layers, in the real run
     too."""
@@ -40,6 +45,7 @@ def test_tune_and_the_run_that_follows(two_clusters, tmp_path, monkeypatch):
     assert same(losses(tmp_path / "planned")[: len(uniform)], uniform)
 
 
+@gloo_only
 @full
 def test_tune_with_torchrun_on_every_node(two_clusters, tmp_path):
     """`holmes tune -- torchrun ...` four times over, the files shared: one plan.json, from which torchrun
@@ -62,6 +68,19 @@ def test_tune_with_torchrun_on_every_node(two_clusters, tmp_path):
     assert stages_of(text) in ((5, 3), (3, 5))
     run(two_clusters, tmp_path / "uniform")
     assert same(losses(tmp_path / "planned"), losses(tmp_path / "uniform"))
+
+
+@gpu_only
+@full
+def test_a_gpu_s_own_times_are_measured(two_clusters, tmp_path):
+    """By CUDA's events, of emulated GPUs that are a quarter as fast in one cluster; losses stay stock's."""
+    train(two_clusters, tmp_path / "stock", "--stages", "2")
+    slow, path = GpuClock(flops=4e8, speed={"b": 0.25}), tmp_path / "profile.json"
+    train(two_clusters, tmp_path / "log", "--stages", "2", *two_clusters.holmes, "--holmes-profile",
+          f"2,{path}", gpus=replace(gpus(), clock=slow))
+    assert same(losses(tmp_path / "log"), losses(tmp_path / "stock"))
+    of = {stage.clusters: sum(stage.forward_s + stage.backward_s) for stage in load_profile(path).stages}
+    assert of["b",] > 2 * of["a",] > 0
 
 
 @full

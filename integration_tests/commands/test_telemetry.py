@@ -5,10 +5,9 @@ import json
 import queue
 import re
 import signal
-import sys
 from collections import defaultdict
 
-from carriers import ON_GPUS, gloo_only
+from carriers import ON_GPUS
 
 from holmes_ext.cli.main import main
 from holmes_ext.report.files import load
@@ -105,7 +104,6 @@ def test_megatron_core(two_clusters, tmp_path, capsys):
     check_report(tmp_path / "telemetry", capsys)
 
 
-@gloo_only  # over NCCL the rank that waits for its slow NIC was told not to answer (to be looked into)
 def test_what_holds_a_step_up_is_named(two_clusters):
     """In one run: the fast NIC of b1 carries 0.1 %, then all again, then the launcher's second process (on
     b0: rank 2) is stopped."""
@@ -119,9 +117,8 @@ def test_what_holds_a_step_up_is_named(two_clusters):
 
     rate = next(cluster.rate_bps for cluster in two_clusters.spec.clusters if cluster.name == "b")
     flags = (*two_clusters.holmes, "--holmes-sizes", "pipeline=2", "--holmes-watchdog", "3,4")
-    job = two_clusters.lab.start(
-        [sys.executable, str(SCRIPTS / "steps.py"), "100000", *flags], order=two_clusters.order, timeout=400,
-        preload=("torch",), on_line=lambda rank, line, stream: lines.put(line))
+    job = two_clusters.start(str(SCRIPTS / "steps.py"), "100000", *flags, timeout=400,
+                             on_line=lambda rank, line, stream: lines.put(line))
     try:
         hear("step 10")
         two_clusters.lab.set_rate("b1", "roce0", rate // 1000)

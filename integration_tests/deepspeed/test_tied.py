@@ -19,6 +19,7 @@ from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.reduce import tied
 from holmes_ext.runtime.start.launcher import Process
 
 pytest.importorskip("deepspeed")
@@ -45,7 +46,7 @@ def train(config):
     data = overlap.batches(engine.grid.get_data_parallel_rank(), overlap.STEPS)
     losses = [engine.train_batch(data).item() for _ in range(overlap.STEPS)]
     weights = sum(p.detach().double().sum().item() for p in engine.module.parameters())
-    made = [] if ON_GPUS else [deepspeed_two_level.tied_sums.get(group)
+    made = [] if ON_GPUS else [tied.made.get(group)
             for _, group in engine.module.get_tied_weights_and_groups()]
     return losses, weights, sum(one.bytes_across for one in made if one is not None)
 

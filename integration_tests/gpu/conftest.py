@@ -17,9 +17,10 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.lab import Lab
 from holmes_ext.lab.gpu import communicators, nccl_source
 from holmes_ext.lab.gpu.build import cache_folder
+from holmes_ext.lab.gpu.communicators import GroupNetwork, group_networks
 from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
-from holmes_ext.lab.gpu.networks import GroupNetwork, group_networks
+from holmes_ext.lab.gpu.races import missing_waits
 from holmes_ext.lab.gpu.watcher import END_S, WatchedRun, Watcher, wait_watched
 from holmes_ext.lab.process.job import RunResult
 
@@ -49,13 +50,14 @@ collect_ignore = [] if torch.version.cuda else [path.name for path in HERE.glob(
 @dataclass(frozen=True)
 class Ran:
     """A job that has ended. hang: why it was ended; told: what it was told to stand at; sent: node -> NIC ->
-    bytes, headers included."""
+    bytes, headers included; races: missing waits that were found."""
 
     result: RunResult
     hang: tuple[str, ...]
     told: list[str]
     groups: list[GroupNetwork]
     sent: dict[str, dict[str, int]]
+    races: list[str]
 
     @property
     def json(self) -> list[dict]:
@@ -93,7 +95,8 @@ class GpuLab:
         groups = group_networks(communicators.read(job.watch), placed, processes) if job.watch else []
         sent = {name: {nic: after[name][nic][1] - before[name][nic][1] for nic in after[name]}
                 for name in nodes}
-        return Ran(result, watched.hang, told, groups, sent)
+        races = missing_waits(job.watch) if job.watch else []
+        return Ran(result, watched.hang, told, groups, sent, races)
 
 
 @pytest.fixture(scope="session")

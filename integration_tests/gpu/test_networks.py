@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from holmes_ext.lab.gpu.networks import INSIDE
+from holmes_ext.lab.gpu.communicators import INSIDE
 
 NUMBERS = str(Path(__file__).with_name("nccl_numbers.py"))
 SMALL = ("--largest", "4099", "--types", "float32,bfloat16,int64")

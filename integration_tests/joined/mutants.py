@@ -31,9 +31,9 @@ SERVER, RULES = (
     " ".join(f"tests/runtime/outer/coordinator/test_{name}.py" for name in names)
     for names in (["server"], ["rules", "trust"])
 )
-LIARS, LINKS, TAKE, TOKENS, ROUTES, INPUTS = (
+LIARS, LINKS, TAKE, TOKENS, ROUTES, INPUTS, MEMBERS = (
     f"tests/runtime/outer/test_{name}.py"
-    for name in ("liars", "links", "take", "token", "routes", "bad_inputs")
+    for name in ("liars", "links", "take", "token", "routes", "bad_inputs", "members_attacks")
 )
 NEVER = "if False:"
 
@@ -94,7 +94,32 @@ MUTANTS = [
     Mutant("a part may last longer than the whole", "sockets/deadline.py",
            "Deadline(min(seconds, self.left), what)", "Deadline(seconds, what)", LISTENER),
     Mutant("any job speaks for any other", "outer/coordinator/server.py",
-           "if not hmac.compare_digest(known, secret):", NEVER, SERVER),
+           "if not hmac.compare_digest(incarnation_of(secret), incarnation):", NEVER, SERVER),
+    Mutant("secrets are kept for ever", "outer/coordinator/server.py",
+           "if key not in here][:-_SECRETS]:", "if key not in here][:0]:", MEMBERS + " -k secrets"),
+    Mutant("any number of callers is told of", "outer/coordinator/server.py",
+           "or len(self._complaints) >= _COMPLAINTS_IN_ALL:", "or False:", MEMBERS + " -k crowd"),
+    Mutant("each address of an IPv6 network is another caller", "sockets/addresses.py",
+           "if isinstance(found, ipaddress.IPv6Address):", NEVER, LISTENER),
+    Mutant("jobs that one invents are awaited as long as it says", "outer/coordinator/membership.py",
+           "return statistics.median_low(member.hello.timeout for member in self._present())",
+           "return max(member.hello.timeout for member in self._present())", MEMBERS + " -k invents"),
+    Mutant("any number of jobs is awaited", "outer/coordinator/membership.py",
+           " and len(self._awaited) < MOST_JOBS**2:", ":", MEMBERS + " -k invented"),
+    Mutant("who lets the others wait never sits out", "outer/coordinator/settlement.py",
+           "            member.rests_until = known.number + 1 + rest", "            pass",
+           MEMBERS + " -k sits"),
+    Mutant("who sits out does so alone, too", "outer/coordinator/settlement.py",
+           "< member.rests_until and any(others)", "< member.rests_until", MEMBERS + " -k sits"),
+    Mutant("a peer may take four times as long as the last time", "outer/peers/transfer.py",
+           "min(known, seconds / count)", "seconds / count", MEMBERS + " -k longer"),
+    Mutant("a document may have any number of values", "sockets/documents.py",
+           'if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:', NEVER, MEMBERS + " -k document"),
+    Mutant("one job takes all turns", "outer/peers/take.py",
+           "or self._taking[job] >= _OF_ONE_JOB:", "or False:", TAKE + " -k turns"),
+    Mutant("addresses pile up", "outer/peers/routes.py", "if len(self._not_called) >= _NOT_CALLED:", NEVER,
+           MEMBERS + " -k pile"),
+    Mutant("an open token file is not said", "outer/token.py", "if mode & 0o077", "if False", TOKENS),
     Mutant("false reports do not drop a job", "outer/coordinator/server.py",
            'if question.get("op") not in ("hello", "enter"):', NEVER, LIARS + " -k malformed_report_drops"),
     Mutant("versions may be any number", "outer/coordinator/reports.py",

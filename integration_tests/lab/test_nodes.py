@@ -113,8 +113,8 @@ def test_a_pulled_cable_is_seen_by_the_node(lab):
     lab.set_link("a1", "ib0", up=False)
     try:
         result = lab.run(python(code), order=["a1"])
-        carrier, tree = result.stdout[0].split()
-        assert (carrier == "0"
+        network_api, tree = result.stdout[0].split()
+        assert (network_api == "0"
                 and Path(tree, "class/infiniband/mlx5_0/ports/1/state").read_text() == "1: DOWN\n")
     finally:
         lab.set_link("a1", "ib0", up=True)

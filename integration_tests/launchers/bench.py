@@ -44,12 +44,14 @@ PAIR = ("a0", "b0")
 class Bench:
     """folder: shared by all nodes; needs: daemons ("slurm", "ssh"); processes: of a node; order: of the
     nodes, of which those that are called a... are a cluster, and those that are called b...: two of each, or
-    PAIR where one says as much (most of what a launch costs is that every rank imports torch)."""
+    PAIR where one says as much (most of what a launch costs is that every rank imports torch); toml: of
+    other clusters, whose nodes `order` has."""
 
     folder: Path
     needs: tuple[str, ...] = ()
     processes: int = 1
     order: tuple[str, ...] = ("a0", "b0", "a1", "b1")
+    toml: str = TOML
 
     @property
     def file(self) -> Path:
@@ -57,7 +59,7 @@ class Bench:
         return self.folder / "cluster.toml"
 
     def write(self) -> None:
-        text = TOML.replace("PROCESSES", str(self.processes))
+        text = self.toml.replace("PROCESSES", str(self.processes))
         for cluster in "ab":
             own = sorted(node for node in self.order if node.startswith(cluster))
             text = text.replace(f"NODES_{cluster.upper()}", json.dumps(own))

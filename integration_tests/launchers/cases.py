@@ -68,8 +68,8 @@ def torchrun_in_srun(folder):
 
 @case
 def srun_one_rank_a_node(folder):
-    with Bench(folder, ("slurm",)) as bench:
-        bench.run("srun", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=1", *bench.job)
+    with Bench(folder, ("slurm",), order=("a0", "b0", "a1")) as bench:
+        bench.run("srun", "--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=1", *bench.job)
         bench.check()
         assert {told["CUDA_VISIBLE_DEVICES"] for told in bench.ranks} == {"0"}
 
@@ -99,9 +99,9 @@ def srun_plane(folder):
 @case
 def srun_arbitrary(folder):
     """SLURM_HOSTFILE orders the nodes: rank 0 is on b1, which is the last one of the node list."""
-    with Bench(folder, ("slurm",)) as bench:
-        (folder / "hosts").write_text("b1\na0\nb0\na1\n")
-        bench.run("env", f"SLURM_HOSTFILE={folder}/hosts", "srun", "--ntasks=4", "--distribution=arbitrary",
+    with Bench(folder, ("slurm",), order=("a0", "b0", "b1")) as bench:
+        (folder / "hosts").write_text("b1\na0\nb0\n")
+        bench.run("env", f"SLURM_HOSTFILE={folder}/hosts", "srun", "--ntasks=3", "--distribution=arbitrary",
                   *bench.job)
         bench.check()
 
@@ -110,9 +110,9 @@ def srun_arbitrary(folder):
 def srun_heterogeneous(folder):
     """Two components, the second cluster first: rank 0 is on b0, which is not the first one of the node
     list."""
-    with Bench(folder, ("slurm",)) as bench:
+    with Bench(folder, ("slurm",), order=("a0", "b0", "b1")) as bench:
         bench.run("srun", "--partition=b", "--nodes=2", "--ntasks=2", *bench.job,
-                  ":", "--partition=a", "--nodes=2", "--ntasks=2", *bench.job)
+                  ":", "--partition=a", "--nodes=1", "--ntasks=1", *bench.job)
         bench.check()
 
 
@@ -171,11 +171,15 @@ def scontrol_requeue(folder):
 
 @case
 def time_limit(folder):
-    """SIGTERM before the time limit: the step is finished and saved, the job ends; another one goes on from
-    there."""
+    """SIGTERM 45 s before the time limit, which is set when the job trains: the step is finished and saved,
+    the job ends; another one goes on from there."""
     with Bench(folder, ("slurm",), order=PAIR) as bench:
-        job = submit(bench, "--time=1", "--signal=TERM@45", script=f"srun {' '.join(bench.job)} --pause 1 "
-                                                                   f"--steps 999")
+        job = submit(bench, "--time=30", "--signal=TERM@45", script=f"srun {' '.join(bench.job)} --pause 1 "
+                                                                    f"--steps 999")
+        eventually(lambda: saved(bench, 2), "it trains")
+        said = re.search(r"RunTime=0+:(\d+):(\d+)", bench.run("scontrol", "show", "job", job))
+        minutes = (60 * int(said[1]) + int(said[2]) + 45) // 60 + 1
+        bench.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
         eventually(lambda: state_of(bench, job) == "COMPLETED", "it ends before its limit")
         done = max(bench.losses)
         assert f"ended by SIGTERM after step {done}" in (folder / "out").read_text() and 0 < done < 999
@@ -239,10 +243,10 @@ def mpirun_by_node(folder):
 @case
 def mpirun_rankfile(folder):
     """Every rank's host by name, a0 first, so that MASTER_ADDR holds."""
-    with Bench(folder, ("ssh",)) as bench:
-        ranks = [f"rank {rank}={host} slot=0" for rank, host in enumerate(("a0", "b1", "b0", "a1"))]
+    with Bench(folder, ("ssh",), order=("a0", "b0", "a1")) as bench:
+        ranks = [f"rank {rank}={host} slot=0" for rank, host in enumerate(bench.order)]
         (folder / "rankfile").write_text("\n".join(ranks) + "\n")
-        bench.run(*mpirun(bench, "--hostfile", hostfile(bench), "-np", "4", "--rankfile",
+        bench.run(*mpirun(bench, "--hostfile", hostfile(bench), "-np", "3", "--rankfile",
                           f"{folder}/rankfile"))
         bench.check()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holmes_ext.cluster.spec import load_spec
 from integration_tests.jobs import ROOT
-from integration_tests.launchers.bench import TRAIN, Bench
+from integration_tests.launchers.bench import PAIR, TRAIN, Bench
 from integration_tests.launchers.cases import case
 
 
@@ -30,7 +30,7 @@ def holmes_lab_run(folder):
     for launcher in ("torchrun", "srun", "mpirun", "deepspeed"):
         own = folder / launcher
         own.mkdir()
-        bench = Bench(own)
+        bench = Bench(own, order=PAIR)
         bench.write()
         start = ("lab", "run", "--cluster", str(bench.file), "--launcher", launcher, "--")
         holmes(*start, sys.executable, TRAIN, str(own), "--holmes", "--holmes-cluster", str(bench.file))
@@ -72,12 +72,14 @@ def holmes_discover_from_slurm(folder):
 
 @case
 def holmes_doctor_over_an_allocation(folder):
-    """Of two components; then with a NIC that is silent, and a file that does not know all of the nodes."""
-    with Bench(folder, ("slurm",)) as bench:
+    """Of two components; then with a NIC that is silent, and a file that does not know all of the nodes. One
+    process a node looks at it, whatever the file and the allocation have."""
+    with Bench(folder, ("slurm",), processes=2) as bench:
         doctor = ("holmes", "doctor", "--slurm", "--cluster")
-        heterogeneous = ("salloc", "--partition=b", "--nodes=2", ":", "--partition=a", "--nodes=1")
+        heterogeneous = ("salloc", "--partition=b", "--nodes=2", "--ntasks-per-node=2", ":", "--partition=a",
+                         "--nodes=1", "--ntasks-per-node=2")
         text = bench.run(*heterogeneous, *doctor, str(bench.file))
-        assert "3 nodes (" in text and "0 problems, 0 notes" in text
+        assert "3 nodes (" in text and "0 problems, 0 notes" in text and "can't honor" not in text
         bench.lab.set_silent("b1", "roce0", True)
         text = bench.run("holmes", "doctor", "--slurm=--nodes=4", "--cluster", str(bench.file), status=1)
         assert "b0 (rank 2, roce0" in text and "does not reach node b1" in text
@@ -89,7 +91,7 @@ def holmes_doctor_over_an_allocation(folder):
 
 @case
 def holmes_probe_in_srun(folder):
-    with Bench(folder, ("slurm",)) as bench:
+    with Bench(folder, ("slurm",), processes=2) as bench:
         probe = ("holmes", "probe", "--largest", "0.0625", "--cluster", str(bench.file))
         bench.run("srun", "--nodes=4", "--ntasks-per-node=1", *probe)
         assert set(load_spec(bench.file).links) == {"a", "b", "ethernet"}

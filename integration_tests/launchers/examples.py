@@ -3,18 +3,22 @@ fit here.
 
 Each is started as one job and as a heterogeneous one, and has the losses of torchrun without holmes. Trainer
 trains where transformers is installed, Megatron-LM where MEGATRON_LM_DIR names a checkout of it; elsewhere
-the same scripts start a smaller training in their place.
+the same scripts start a smaller training in their place. Their own sizes, 12 nodes of 8 processes, are asked
+for by programs that only tell where they ran and with what.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from holmes_ext.cluster.sources.hostlist import expand
 from integration_tests.jobs import ROOT
 from integration_tests.launchers.bench import PAIR, Bench
 from integration_tests.launchers.cases import agents, case, hostfile
@@ -128,6 +132,32 @@ import runpy, sys
 sys.argv[1:] = [*{small!r}, "--log-file", "{log}"]
 runpy.run_path("{plain}", run_name="__main__")
 """
+
+
+@case
+def example_sizes(folder):
+    """On 12 nodes of 8 GPUs: one torchrun a node, or one python a GPU, of one job or of two components."""
+    text = (EXAMPLES / "clusters" / "slurm_8_ib_6_roce.toml").read_text().replace("Gb/s", "0Mb/s")
+    hosts = expand("gpu[01-06,11-16]", "here")
+    programs, told = folder / "bin", folder / "told"
+    programs.mkdir()
+    for name in ("torchrun", "python", "holmes"):
+        (programs / name).write_text(f'#!/bin/sh\necho "$(hostname) $*" >$(mktemp "{told}/{name}.XXXXXX")\n')
+        (programs / name).chmod(0o755)
+    every = tuple(expand("gpu[01-08,11-16]", "here"))
+    agent = "--nnodes=12 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=gpu01:"
+    with Bench(folder, ("slurm",), processes=8, order=every, toml=text) as bench:
+        for script in sorted((EXAMPLES / "slurm").glob("*.sbatch")):
+            told.mkdir()
+            bench.run("env", f"PATH={programs}:{os.environ['PATH']}", "sbatch", "--wait",
+                      f"--output={folder}/{script.name}.log", str(script), cwd=folder)
+            said = {name: sorted(file.read_text() for file in told.glob(f"{name}.*"))
+                    for name in ("torchrun", "python")}
+            launcher = "torchrun" if said["torchrun"] else "python"
+            each = 1 if said["torchrun"] else 8
+            assert [line.split()[0] for line in said[launcher]] == sorted(hosts * each), script
+            assert each == 8 or all(agent in line for line in said[launcher]), script
+            shutil.rmtree(told)
 
 
 @case

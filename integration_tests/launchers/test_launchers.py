@@ -2,8 +2,7 @@
 clusters.
 
 The cases run side by side, each in a lab of its own: much of what they do is waiting. What is left of them
-afterwards is asked here, too. All launches and examples run always; HOLMES_TEST_FULL=1 runs all commands,
-too.
+afterwards is asked here, too.
 """
 
 import contextlib
@@ -16,18 +15,16 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.lab import state
-from integration_tests.jobs import FULL, some
+from integration_tests.jobs import FULL
 from integration_tests.launchers import commands, examples  # noqa: F401  more cases
 from integration_tests.launchers.bench import Bench
 from integration_tests.launchers.cases import CASES, hostfile
 
 SIDE_BY_SIDE = 6
-#: What runs without HOLMES_TEST_FULL=1.
-CHOSEN = (*(name for name, case in CASES.items() if case.__module__ != commands.__name__),
-          "holmes_discover_from_slurm")
 #: These take longest, so they begin: by their waits, then by several jobs one after the other.
 FIRST = ("time_limit", "srun_node_goes_down", "mpirun_sigterm", "holmes_lab_run", "scontrol_requeue",
-         "example_trainer", "example_deepspeed", "example_megatron_lm", "example_mpi")
+         "holmes_doctor_over_an_allocation", "example_sizes", "example_trainer", "example_deepspeed",
+         "example_megatron_lm", "example_mpi")
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,
@@ -43,16 +40,16 @@ def of_others():
 
 @pytest.fixture(scope="module")
 def running(request, tmp_path_factory):
-    """The chosen cases, all started."""
+    """The cases that pytest was asked for, all started."""
     names = [item.callspec.params["name"] for item in request.session.items
              if item.module is request.module
              and "name" in getattr(getattr(item, "callspec", None), "params", ())]
-    chosen = [name for name in dict.fromkeys((*FIRST, *names)) if name in names and (FULL or name in CHOSEN)]
+    chosen = [name for name in dict.fromkeys((*FIRST, *names)) if name in names]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in chosen}
 
 
-@pytest.mark.parametrize("name", some(CASES, *CHOSEN))
+@pytest.mark.parametrize("name", CASES)
 def test_launch(running, name, tmp_path):
     """What the pool made of it; again (--reruns) from the start."""
     future = running.pop(name, None)

@@ -114,7 +114,7 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """Of one case on one rank: its launches, the losses that it saw, and which features had something to
     do."""
 
@@ -123,7 +123,7 @@ class Outcome:
     used: frozenset[str]
 
 
-def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) -> Outcome:
+def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) -> CaseResult:
     """train() under the case."""
     two_level, used = TwoLevelCollectives.__call__, set()
 
@@ -137,8 +137,8 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
         overlaps = current.stages(one.sizes, "fake")
     if any(way.overlap for way in overlaps):
         used.add("overlap")
-    if any(fabric.own[0] for fabric in current.plan.traffic_of("verbs").edges):
+    if any(fabric.pair_groups[0] for fabric in current.plan.traffic_of("verbs").edges):
         used.add("pairs")
     if current.plan.traffic_of("verbs").in_flight:
         used.add("edges")
-    return Outcome(log, losses, frozenset(used))
+    return CaseResult(log, losses, frozenset(used))

@@ -9,10 +9,14 @@ import gc
 import json
 import os
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holmes_ext
@@ -188,6 +192,42 @@ def compiled() -> dict:
     return {"difference": worst}
 
 
+def sharded() -> dict:
+    """Greatest difference of hybrid FSDP2's gradients to their mean; under a bound device torch splits the
+    groups of its mesh off the default one."""
+    rank, world = init(device_id=DEVICE)
+    found = {"world": use()}
+    mesh = init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+    plain, net, worst = model(64), model(64), 0.0
+    for layer in (*net, net):
+        fully_shard(layer, mesh=mesh)
+    for step in range(4):
+        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(DEVICE)
+        for one in (plain, net):
+            one.zero_grad(set_to_none=True)
+            one(batch).square().mean().backward()
+        for mine, parameter in zip(plain.parameters(), net.parameters()):
+            dist.all_reduce(mine.grad)
+            worst = max(worst, (parameter.grad.full_tensor() - mine.grad / world).abs().max().item())
+    return {**found, "difference": worst, "inside": use(mesh.get_group("shards")),
+            "across": use(mesh.get_group("replicas"))}
+
+
+def nic_down() -> dict:
+    """Sums inside each half without an end; after some, all hosts' HCA is down, as sysfs has it."""
+    rank, world = init()
+    half, value = world // 2, torch.ones(4099, device=DEVICE)
+    inside = [dist.new_group(list(range(start, start + half))) for start in (0, half)][rank >= half]
+    (port,) = Path(os.environ["HOLMES_SYSFS"]).glob("class/infiniband/*/ports/1/state")
+    for step in range(100_000):
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=inside)
+        torch.cuda.synchronize()
+        if step == 3 and rank == 0:
+            port.write_text("1: DOWN\n")
+        time.sleep(0.05)
+    return {}
+
+
 def split() -> dict:
     """split_group keeps the settings of its parent; its network is its own."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -265,8 +305,8 @@ def memory() -> dict:
 
 
 SCENES = {scene.__name__: scene for scene in (
-    networks, absent_network, bound_device, pipeline, mailbox, two_levels, compiled, split, reduction,
-    side_streams, memory)}
+    networks, absent_network, bound_device, pipeline, mailbox, two_levels, compiled, sharded, nic_down, split,
+    reduction, side_streams, memory)}
 
 if __name__ == "__main__":
     report(SCENES[sys.argv[1]]())

@@ -12,7 +12,7 @@ import os
 import pytest
 
 from holmes_ext.cluster.nccl import no_verbs
-from integration_tests.jobs import full, over_nccl
+from integration_tests.jobs import over_nccl
 from integration_tests.nccl.conftest import GPU, GPUS, NODE, launch
 
 pytestmark = pytest.mark.skipif(
@@ -156,7 +156,6 @@ def test_14_two_levels_are_the_sum(tmp_path, emulated):
         assert all(line["differences"][name] < limit for name, limit in limits.items()), line
 
 
-@full
 def test_15_a_compiled_model_in_ddp(tmp_path, emulated):
     flags, environment = flags_and_environment(emulated)
     done = launch("compiled", tmp_path, *flags, number=15, **environment)
@@ -164,10 +163,9 @@ def test_15_a_compiled_model_in_ddp(tmp_path, emulated):
     assert all(line["difference"] < 1e-6 for line in done.lines), done.lines
 
 
-@over_nccl
 @one_machine
 @pytest.mark.skipif(GPUS < 2, reason="two GPUs in this machine")
-@pytest.mark.parametrize("scene", [pytest.param("networks", marks=full), "reduction"])
+@pytest.mark.parametrize("scene", ["networks", pytest.param("reduction", marks=over_nccl)])
 def test_16_several_gpus_in_a_host(tmp_path, emulated, scene):
     flags, environment = emulated("Socket", ("a0", "b0"))
     done = launch(scene, tmp_path, *flags, number=16, gpus=2, **environment)
@@ -184,3 +182,24 @@ def test_17_a_split_that_would_share_its_parents_resources(tmp_path, emulated):
     assert sum("NCCL_COMM_SPLIT_SHARE_RESOURCES=1 is unset" in output
                for output in done.outputs) >= 1, done.outputs
     done.networks_as_asked()
+
+
+@over_nccl
+def test_18_hybrid_fsdp_on_groups_that_torch_splits_off(tmp_path, emulated):
+    flags, environment = flags_and_environment(emulated)
+    done = launch("sharded", tmp_path, *flags, number=18, **environment)
+    assert not any(done.statuses), done.outputs
+    assert all(line["difference"] < 1e-6 for line in done.lines), done.lines
+    assert all(any(made.split for made in said.communicators) for said in done.said), done.outputs
+    done.networks_as_asked()
+
+
+@over_nccl
+@one_machine
+def test_19_a_job_ends_in_one_line_when_its_nic_stays_down(tmp_path, emulated):
+    """By what its port's sysfs says: nobody pulls a cable here."""
+    flags, environment = emulated("Socket")
+    done = launch("nic_down", tmp_path, *flags, "--holmes-patience", "2", number=19, **environment)
+    assert done.statuses == [2] * 4, done.outputs
+    for output in done.outputs:
+        assert "has its port mlx5_0:1 in state 1: DOWN" in output and "the job ends here" in output, output

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 def main(steps: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    on_gpu = torch.cuda.is_available()
+    torch.set_default_device("cuda" if on_gpu else "cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo")
     rank = dist.get_rank()
     data = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))][rank // 2]
     net = torch.nn.Linear(4000, 1000)  # 16 MB
@@ -33,6 +35,8 @@ def main(steps: int) -> None:
         dist.all_reduce(net.weight.grad, group=data)
         dist.all_reduce(net.bias.grad, group=data, async_op=True).wait()
         optimizer.step()
+        if on_gpu:  # as a loss that is read does
+            torch.cuda.synchronize()
         optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()

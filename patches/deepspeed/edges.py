@@ -38,7 +38,7 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.passes.schedule import before
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import Flight, ListedOrder, flight_of
@@ -79,7 +79,7 @@ def _make_groups(current, wrapped, instance, grid):
     import torch.distributed as dist
 
     result, _mailbox = wrapped(grid), None
-    if not carrier_of(backend_of()):
+    if not network_api_of(backend_of()):
         return result
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
     stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(grid.pipe_parallel_size)}
@@ -207,7 +207,7 @@ def _planned_for(engine: Any) -> Flight | None:
     current = session.active()
     if current is None or _mailbox is None or engine.num_stages == 1:
         return None
-    found = flight_of(current.plan_for(engine_sizes(current, engine)), carrier_of(backend_of()))
+    found = flight_of(current.plan_for(engine_sizes(current, engine)), network_api_of(backend_of()))
     if reason := unsupported(engine, found) if found else None:
         text = f"DeepSpeed's own pipeline schedule is used: {reason}"
         tell(current, text, once=text)

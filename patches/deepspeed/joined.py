@@ -48,9 +48,7 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
 
     return training.FrameworkAdapter(
         "DeepSpeed", lambda: _weights(engine), lambda: get_accelerator().current_device_name(),
-        lambda: _written(engine),
-        {"sizes": {"pipeline": _size(engine, "pipe"), "tensor": _size(engine, "model")}},
-        lambda settings: refusal(engine, settings),
+        lambda: _written(engine), {"sizes": _sizes(engine)}, lambda settings: refusal(engine, settings),
     )  # fmt: skip
 
 
@@ -64,14 +62,8 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
         return "hpZ (zero_hpz_partition_size) is not supported"
     if not hasattr(optimizer, "param_groups") or not _is_plain(optimizer) and kind not in _KINDS:
         return f"its optimizer {kind} is not supported"
-    tied = bool(getattr(engine.module, "tied_comms", None))
-    several = _size(engine, "pipe") * _size(engine, "model") > 1
-    if tied and _size(engine, "pipe") > 1 and settings.fragments > 1:
-        return "layers are tied over pipeline stages, whose copies must be updated together; give fragments=1"
-    if several and settings.rounds_by_blocks:
-        return ("copies of a weight on several stages or tensor-parallel ranks would be rounded differently; "
-                "give compress=bf16")
-    return None
+    return training.refusal_of_copies(settings, _sizes(engine),
+                                      bool(getattr(engine.module, "tied_comms", None)))
 
 
 #: What DeepSpeed's grid and others' mpu call an axis, before "_world_size" or "_rank".
@@ -85,9 +77,8 @@ def _of_axis(engine: Any, axis: str, what: str, otherwise: int) -> int:
     return int(getattr(grid, names[0])()) if names else otherwise
 
 
-def _size(engine: Any, axis: str) -> int:
-    """Of "pipe" or "model" parallelism."""
-    return _of_axis(engine, axis, "world_size", 1)
+def _sizes(engine: Any) -> dict[str, int]:
+    return dict(zip(("pipeline", "tensor"), (_of_axis(engine, axis, "world_size", 1) for axis in _AXES)))
 
 
 def _weights(engine: Any) -> training.WeightShards:

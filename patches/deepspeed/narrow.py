@@ -14,7 +14,7 @@ from holmes_ext.patches.deepspeed.features import NARROW
 from holmes_ext.patches.deepspeed.p2p import grid_sizes, messages
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
 
 #: Whether the engine sends or receives shapes now.
@@ -33,15 +33,15 @@ def _about_shapes(wrapped, instance, args, kwargs):
 
 def _wire_to(stage: int) -> Wire:
     """Of this rank's edge to `stage`, a neighbour."""
-    current, carrier = session.active(), carrier_of(backend_of())
-    if current is None or not carrier or _shapes:
+    current, network_api = session.active(), network_api_of(backend_of())
+    if current is None or not network_api or _shapes:
         return PLAIN
     from deepspeed.runtime.pipe import p2p
 
     grid: Any = p2p._grid
     own, stages = grid.get_stage_id(), grid.pipe_parallel_size
     sizes = grid_sizes(current, stages, grid.get_slice_parallel_world_size())
-    planned = current.plan_for(sizes).traffic_of(carrier).edges
+    planned = current.plan_for(sizes).traffic_of(network_api).edges
     before = min(own, stage) if abs(own - stage) == 1 else stages - 1
     narrow = planned[before % len(planned)].narrow
     return Wire(narrow=narrow, edge=f"stage {own}'s edge to stage {stage}") if narrow != "off" else PLAIN

@@ -16,12 +16,12 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.deepspeed.features import EDGES, GRID_CHECK, P2P
 from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
-from holmes_ext.plan.decide import own_pair
+from holmes_ext.plan.decide import pair_needs_group
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import check_grid
-from holmes_ext.runtime.groups.pairs import pair_group
+from holmes_ext.runtime.groups.pairs import groups_of
 
 #: This rank's pair groups: the other's rank -> process group. Filled when the engine sets up its p2p.
 _pairs: dict[int, object] = {}
@@ -34,14 +34,14 @@ def _make_pair_groups(current, wrapped, instance, grid):
     where edges.py has groups for them."""
     import torch.distributed as dist
 
-    result, carrier = wrapped(grid), carrier_of(backend_of())
+    result, network_api = wrapped(grid), network_api_of(backend_of())
     _pairs.clear()
+    if not network_api or registry().is_on(EDGES.name):
+        return result
     world = range(current.plan.world_size)
-    # edges.py makes groups of all pairs, for every message
-    without = not carrier or registry().is_on(EDGES.name)
-    for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups}) if not without else ():
-        if current.rank in pair and own_pair(current.plan, pair, world, carrier):
-            _pairs[pair[current.rank == pair[0]]] = pair_group(pair, "pipeline pair", dist.group.WORLD)
+    pairs = [pair for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})
+             if pair_needs_group(current.plan, pair, world, network_api)]
+    _pairs.update(groups_of(pairs, current.rank, dist.group.WORLD))
     return result
 
 

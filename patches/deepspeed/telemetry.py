@@ -20,7 +20,7 @@ from holmes_ext.patches.engine.wrap import by_name, inside, with_session
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.adapt.learning import begin_step
 from holmes_ext.runtime.adapt.window import Stage
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.measure import telemetry
 
 
@@ -82,12 +82,12 @@ def _exec_schedule(current, wrapped, instance, pipe_schedule):
     """Of training."""
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    carrier = carrier_of(backend_of()) if registry().is_on(EDGES.name) else ""
-    if carrier and type(pipe_schedule) is TrainSchedule and not unsupported(instance):
+    network_api = network_api_of(backend_of()) if registry().is_on(EDGES.name) else ""
+    if network_api and type(pipe_schedule) is TrainSchedule and not unsupported(instance):
         sizes = engine_sizes(current, instance)
         # else it has no number in flight to change
-        if not current.plan_for(sizes).traffic_of(carrier).passes:
-            begin_step(current, sizes, instance.micro_batches, carrier, lambda: _stage(instance))
+        if not current.plan_for(sizes).traffic_of(network_api).passes:
+            begin_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))
     return wrapped(pipe_schedule)
 
 

@@ -37,7 +37,7 @@ from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
@@ -50,8 +50,6 @@ _made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 #: The engine that sums tied gradients now.
 _engine: Any = None
-#: group of the ranks that share a weight -> its sum in two levels; None where the engine's own stays.
-tied_sums: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _average(wrapped, instance, args, kwargs):
@@ -95,19 +93,20 @@ def _two_level(group: Any, size: int) -> Any:
 
     if group not in _ways:
         _ways[group] = planned(group)
-    way = _ways[group]
-    two_levels = bool(way.clusters) and size >= way.two_level_from
+    reduction = _ways[group]
+    two_levels = bool(reduction.clusters) and size >= reduction.two_level_from
     # why nothing of it overlaps the backward pass, reduce.py has told
-    session.note_reduction(group_ranks(group), way, size, two_levels=two_levels, overlap=False, told=True)
+    session.note_reduction(group_ranks(group), reduction, size, two_levels=two_levels, overlap=False,
+                           reported=True)
     if not two_levels:
         return None
     if group not in _made:
-        if way.compress == "int8":
+        if reduction.compress == "int8":
             raise HolmesError(
                 "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's "
                 "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
                 "--holmes-overlap on")
-        _made[group] = two_level_for(group, size, way)
+        _made[group] = two_level_for(group, size, reduction)
     return _made[group]
 
 
@@ -124,13 +123,13 @@ def _stage_3(current: session.Session, engine: Any) -> str:
     """The line; "" where the weights are sharded inside one cluster."""
     plan, group = current.plan, engine.seq_data_parallel_group
     ranks, backend, size = group_ranks(group), backend_of(group), engine.zero_hpz_partition_size()
-    clusters, carrier = plan.by_cluster(ranks), carrier_of(backend) or SOCKETS
+    clusters, network_api = plan.by_cluster(ranks), network_api_of(backend) or SOCKETS
     if len(clusters) < 2:
         return ""
     weights = float(sum(getattr(p, "ds_numel", p.numel()) * p.itemsize for p in engine.module.parameters()))
     units = sum(bool(module._parameters) for module in engine.module.modules())
     once, least = ShardedWeights(units, weights, weights, again=0), min(map(len, clusters.values()))
-    seconds = sharded_seconds(plan, ranks, once if size > 1 else replace(once, again=1), carrier)
+    seconds = sharded_seconds(plan, ranks, once if size > 1 else replace(once, again=1), network_api)
     text = (f"ZeRO 3 gathers {format_bytes(weights)} of weights across clusters {', '.join(clusters)} in "
             f"every micro-batch, {seconds:.3g} s of it (predicted)")
     crossing = straddling_rows(plan, [range(one, one + size) for one in range(0, plan.world_size, size)])
@@ -139,7 +138,7 @@ def _stage_3(current: session.Session, engine: Any) -> str:
     if size > 1 or least < 2:
         return text
     return (f"{text}; with zero_hpz_partition_size {least} the backward pass gathers inside clusters:"
-            f" {sharded_seconds(plan, ranks, once, carrier):.3g} s; ZeRO 1 and 2 send less still")
+            f" {sharded_seconds(plan, ranks, once, network_api):.3g} s; ZeRO 1 and 2 send less still")
 
 
 def _reduce_tied(wrapped, instance, args, kwargs):
@@ -158,11 +157,9 @@ def _all_reduce_tied(wrapped, instance, args, kwargs):
     if _engine is None or current is None:
         return wrapped(*args, **kwargs)
     tensor, group = given["tensor"], given.get("group")
-    if group not in tied_sums:
-        from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
+    from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
 
-        tied_sums[group] = tied_sum_of(group, engine_sizes(current, _engine), tensor.device.type)
-    tied_sum = tied_sums[group]
+    tied_sum = tied_sum_of(group, engine_sizes(current, _engine), tensor.device.type)
     if tied_sum is None or not tied_sum.takes(tensor):
         return wrapped(*args, **kwargs)
     tied_sum(tensor, tied_sum.twins)

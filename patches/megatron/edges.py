@@ -6,8 +6,8 @@ As patches/deepspeed/edges.py, whose text says why nobody waits for ever. The sc
 of its warm-up passes from that one's group:
 
     warm-up    pp_group.size() - pp_group.rank() - 1    here a group that says rank +
-                                                        held[stage], so held[stage] - 1; a stage
-                                                        is still the last exactly where held is 1
+                                                        in_flight[stage], so in_flight[stage] - 1; a stage
+                                                        is still the last exactly where in_flight is 1
     messages   P2PCommunicator._communicate             through runtime/groups/mailbox.py
 
 Tensors that it frees after sending (deallocate_pipeline_outputs) live on in the mailbox until they have
@@ -26,7 +26,7 @@ from holmes_ext.patches.megatron.features import EDGES
 from holmes_ext.patches.megatron.p2p import mailbox_of
 from holmes_ext.patches.megatron.slices import wires_of
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of
 from holmes_ext.runtime.groups.receive_order import ListedOrder, ReceiveOrder, flight_of
@@ -34,25 +34,26 @@ from holmes_ext.runtime.groups.wire import PLAIN
 
 
 class _Group:
-    """A pipeline group whose size is such that the schedule warms up with `held` micro-batches in flight."""
+    """A pipeline group of such a size that the schedule warms up with `in_flight` micro-batches."""
 
-    def __init__(self, group: Any, held: int):
+    def __init__(self, group: Any, in_flight: int):
         last = group.rank() == group.size() - 1
         # no other stage may look like the last one
-        self.group, self.held = group, held if last else max(held, 2)
+        self.group, self.in_flight = group, in_flight if last else max(in_flight, 2)
 
     def rank(self) -> int:
         return self.group.rank()
 
     def size(self) -> int:
-        return self.group.rank() + self.held
+        return self.group.rank() + self.in_flight
 
 
 class _Step:
     """One step of one pipeline: what was sent and received so far. each: of a micro-batch."""
 
     def __init__(self, box: Mailbox, flight: ReceiveOrder, stage: int, dtype: Any, device: Any):
-        self.box, self.held, self.stage, self.dtype, self.device = box, flight.in_flight, stage, dtype, device
+        self.box, self.in_flight, self.stage = box, flight.in_flight, stage
+        self.dtype, self.device = dtype, device
         self.each = 1
         self.gone, self.came = {"F": 0, "B": 0}, {"F": 0, "B": 0}
 
@@ -80,7 +81,7 @@ class _Step:
         self.box.recv(tensor, peer)
         index, other = self.came[kind] // self.each, "B" if kind == "F" else "F"
         self.came[kind] += 1
-        self.box.arrived(other, index if kind == "B" else index - self.held[self.stage - 1])
+        self.box.arrived(other, index if kind == "B" else index - self.in_flight[self.stage - 1])
         return tensor.requires_grad_()
 
 
@@ -105,14 +106,14 @@ def _schedule(wrapped, instance, args, kwargs):
     """forward_backward_pipelining_without_interleaving, of training."""
     global _step
     current, sizes = session.active(), core.job.sizes
-    if current is None or sizes is None or kwargs.get("forward_only") or not carrier_of(backend_of()):
+    if current is None or sizes is None or kwargs.get("forward_only") or not network_api_of(backend_of()):
         return wrapped(*args, **kwargs)
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
     model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
     config, group = get_model_config(model), parallel_state.get_pipeline_model_parallel_group()
-    flight = flight_of(current.plan_for(sizes), carrier_of(backend_of(group)))
+    flight = flight_of(current.plan_for(sizes), network_api_of(backend_of(group)))
     if isinstance(flight, ListedOrder):
         raise HolmesError(
             "the plan lists passes (--holmes-passes auto), which megatron-core cannot run; make it --for "
@@ -141,7 +142,7 @@ def _count_in_flight(wrapped, instance, args, kwargs):
     """P2PCommunicator.__init__."""
     wrapped(*args, **kwargs)
     if _step is not None:
-        instance.pp_group = _Group(instance.pp_group, _step.held[_step.stage])
+        instance.pp_group = _Group(instance.pp_group, _step.in_flight[_step.stage])
 
 
 def _announce(wrapped, instance, args, kwargs):

@@ -110,13 +110,7 @@ def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> s
     if getattr(config, "optimizer_cpu_offload", False) or getattr(ddp, "fp8_param_gather", False):
         return "offloaded optimizers and float8 parameters are not supported"
     tied = any(getattr(p, "shared_embedding", False) for chunk in _State.chunks for p in chunk.parameters())
-    if tied and sizes["pipeline"] > 1 and settings.fragments > 1:
-        return ("embeddings are tied over pipeline stages, whose copies must be updated together; "
-                "give fragments=1")
-    if sizes["pipeline"] * sizes["tensor"] > 1 and settings.rounds_by_blocks:
-        return ("copies of a weight on several stages or tensor-parallel ranks would be rounded differently; "
-                "give compress=bf16")
-    return None
+    return training.refusal_of_copies(settings, sizes, tied)
 
 
 def _weights(optimizer: Any) -> training.WeightShards:

@@ -20,10 +20,10 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron.features import EDGES, P2P
-from holmes_ext.plan.decide import own_pair
+from holmes_ext.plan.decide import pair_needs_group
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.pairs import pair_group, pair_groups
 
@@ -68,12 +68,12 @@ def pairs_of(group) -> _Pairs:
 def _make(current: session.Session, group) -> _Pairs:
     import torch.distributed as dist
 
-    ranks, carrier = dist.get_process_group_ranks(group), carrier_of(backend_of(group))
-    if len(ranks) < 2 or current.rank not in ranks or not carrier:
+    ranks, network_api = dist.get_process_group_ranks(group), network_api_of(backend_of(group))
+    if len(ranks) < 2 or current.rank not in ranks or not network_api:
         return _Pairs()
     if registry().is_on(EDGES.name) and not _interleaved():
         return _Pairs(mailbox_of(group).by_peer)
-    if len(ranks) == 2 and own_pair(current.plan, ranks, range(current.plan.world_size), carrier):
+    if len(ranks) == 2 and pair_needs_group(current.plan, ranks, range(current.plan.world_size), network_api):
         return _Pairs(twin=pair_group(ranks, "pipeline twin", group))
     return _Pairs(pair_groups(current, group))
 

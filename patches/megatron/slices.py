@@ -23,7 +23,7 @@ from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import SLICES
 from holmes_ext.patches.megatron.p2p import PARAMETERS
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.wire import Finish, Wire
 
 #: Of the communication that is under way: neighbour's rank -> how tensors travel to it and from it, where not
@@ -53,9 +53,9 @@ def wires_of(config: Any) -> dict[int, Wire]:
     from megatron.core import parallel_state
 
     group = parallel_state.get_pipeline_model_parallel_group()
-    if isinstance(group, list) or not (carrier := carrier_of(backend_of(group))):
+    if isinstance(group, list) or not (network_api := network_api_of(backend_of(group))):
         return {}
-    edges, ranks = current.plan_for(sizes).traffic_of(carrier).edges, group_ranks(group)
+    edges, ranks = current.plan_for(sizes).traffic_of(network_api).edges, group_ranks(group)
     tensor = parallel_state.get_tensor_model_parallel_group()
     found, stage = {}, ranks.index(current.rank)
     # the edge from the last to the first stage too

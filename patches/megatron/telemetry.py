@@ -17,7 +17,7 @@ from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, TELEMETR
 from holmes_ext.patches.megatron.profile import gradient_bytes
 from holmes_ext.runtime.adapt.learning import begin_step
 from holmes_ext.runtime.adapt.window import Stage
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.start.restart import saved
 
@@ -75,10 +75,10 @@ def _schedule(current, wrapped, instance, args, kwargs):
 
         model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
         group = parallel_state.get_pipeline_model_parallel_group()
-        carrier = "" if isinstance(group, list) else carrier_of(backend_of(group))
-        if carrier and registry().is_on(EDGES.name) and not unsupported(get_model_config(model), kwargs):
+        network_api = "" if isinstance(group, list) else network_api_of(backend_of(group))
+        if network_api and registry().is_on(EDGES.name) and not unsupported(get_model_config(model), kwargs):
             count = kwargs["num_microbatches"]
-            begin_step(current, core.job.sizes, count, carrier, lambda: _stage(model, count))
+            begin_step(current, core.job.sizes, count, network_api, lambda: _stage(model, count))
     return wrapped(*args, **kwargs)
 
 

@@ -31,6 +31,9 @@ class Buckets:
     def __init__(self, ddp: Any, all_reduce: Any, sums: Any = None):
         self._ddp, self._group = weakref.ref(ddp), ddp.process_group
         self.all_reduce, self._sums = all_reduce, sums
+        self._summed = False  # in this step, as the plan says
+        if sums is not None and sums.apart.settings is not None:
+            ddp.register_forward_pre_hook(self.before_forward)
         self.user: tuple[Any, Any] | None = None
         self.registered = False  # the program has registered its hook
         self.wire: Any = None
@@ -75,10 +78,20 @@ class Buckets:
 
     def _follow(self) -> None:
         """A step's first bucket, on all ranks: the plan's way by now."""
+        if self.joining is not None:
+            self._sums.apart.refusal = "DistributedDataParallel.join()"
         if self._sums.follow():
             self.all_reduce = self._sums.all_reduce
-        session.note_reduction(self._sums.ranks, self._sums.way, self._sums.size, overlap=True, follows=True,
-                               two_levels=self._sums.two_level is not None)
+        self._sums.note(self._sums.size, overlap=True, follows=True)
+        self._summed = True
+
+    def before_forward(self, ddp: Any, _: Any) -> None:
+        """Clusters that are apart average the weights once in each step, before they are read again."""
+        import torch
+
+        if self._summed and ddp.training and torch.is_grad_enabled():
+            self._summed = False
+            self._sums.step()
 
     def finish(self) -> None:
         """End what a pipeline's step has begun: DDP has gone on, and taken what it found in its buckets. On
@@ -118,7 +131,7 @@ class Buckets:
     def _divisor(self, ddp: Any) -> int:
         """The group's ranks; under join(divide_by_initial_world_size=False) those that have inputs."""
         if self.joining is None or ddp._divide_by_initial_world_size:
-            return self._group.size()
+            return self._sums.count if self._sums is not None else self._group.size()
         self.joining.wait()
         return int(self.joining.result()[0])
 

@@ -71,12 +71,14 @@ def two_level_hook(state, bucket):
 
 @with_session
 def _construct(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook."""
+    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook; this
+    also where clusters may go apart."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     sums = _sums(given)
-    way, two_level = (sums.way, sums.two_level) if sums is not None else (None, None)
+    reduction, two_level = (sums.reduction, sums.two_level) if sums is not None else (None, None)
     reason = _stays_stock(given)
-    if sums is None or two_level is None or reason:
+    apart = sums is not None and sums.device_type == "cpu" and sums.apart.settings is not None
+    if sums is None or (two_level is None and not apart) or reason:
         wrapped(*args, **kwargs)
         if sums is not None:
             sums.close()
@@ -85,21 +87,21 @@ def _construct(current, wrapped, instance, args, kwargs):
             tell(current, text, once=text)
         elif current.options.telemetry and not reason:
             _show(instance)
-        _note(instance, way, two_levels=False, told=bool(reason))
+        _note(instance, reduction, two_levels=False, reported=bool(reason))
         return
-    if not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
-        kwargs = {**kwargs, "bucket_cap_mb": sums.way.chunk_bytes / 2**20}
+    if two_level is not None and not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
+        kwargs = {**kwargs, "bucket_cap_mb": sums.reduction.chunk_bytes / 2**20}
     wrapped(*args, **kwargs)
-    _install(instance, Buckets(instance, two_level, sums))
+    _install(instance, Buckets(instance, sums.all_reduce, sums))
     weakref.finalize(instance, sums.close).atexit = False
-    _note(instance, way, two_levels=True)
+    _note(instance, reduction, two_levels=two_level is not None)
 
 
-def _note(ddp: Any, way: Any, two_levels: bool, told: bool = False) -> None:
+def _note(ddp: Any, reduction: Any, two_levels: bool, reported: bool = False) -> None:
     """That it sums its gradients, always under the backward pass."""
     size = sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad)
     ranks = group_ranks(ddp.process_group)
-    session.note_reduction(ranks, way, size, two_levels=two_levels, overlap=True, told=told)
+    session.note_reduction(ranks, reduction, size, two_levels=two_levels, overlap=True, reported=reported)
 
 
 def _show(ddp: Any) -> None:
@@ -125,7 +127,7 @@ def _sums(given: dict[str, Any]) -> Any:
     if not trained or any(isinstance(p, UninitializedParameter) for p in trained):
         return None
     size, device_type = sum(p.nbytes for p in trained), trained[0].device.type
-    return GroupSum(_group(given), size, device_type, None, None, None)
+    return GroupSum(_group(given), size, device_type, None, None, None, trained)
 
 
 def _group(given: dict[str, Any]) -> Any:
@@ -184,7 +186,8 @@ def _give_way(ddp: Any, state: Buckets, user_state: Any, hook: Any) -> None:
     tell(session.require(), text, once=text)
     ranks = group_ranks(ddp.process_group)
     if noted := session.require().reductions.get(tuple(ranks)):
-        session.note_reduction(ranks, noted.planned, noted.bytes, two_levels=False, overlap=True, told=True)
+        session.note_reduction(ranks, noted.planned, noted.bytes, two_levels=False, overlap=True,
+                               reported=True)
 
 
 def _wire_of(hook: Any) -> tuple[bool, Any]:

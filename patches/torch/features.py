@@ -16,7 +16,7 @@ JOINED = _older("joined-torch", option="join", idle=("",), binding=True,
 TELEMETRY = _older("telemetry", what="times operations, for reports and the watchdog")
 DDP = _of("ddp", what="DistributedDataParallel sums in two levels across clusters")
 FSDP = _of("fsdp", what="FSDP: what sharding costs is told; hybrid shards")
-PASSES = _of("torch-passes", option="passes", idle=("1f1b",), versions="torch>=2.8", tried=_TRIED[2:-1],
+PASSES = _of("torch-passes", option="passes", idle=("1f1b",), versions="torch>=2.8", tried=_TRIED[2:],
              what="torch's pipelining: passes as the plan lists them")
 PIPELINING = _of("pipelining",
                  what="torch's pipelining: stages on their fabric, reductions do not hold them up")

@@ -26,7 +26,7 @@ from holmes_ext.patches.torch.features import FSDP
 from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.units import format_bytes
@@ -175,15 +175,15 @@ def _tell_root_of_1(current, wrapped, instance, args, kwargs):
 
 def _tell_costs(current: session.Session, ranks: Sequence[int], what: ShardedWeights, kept: float) -> None:
     """Weights sharded over several clusters: what that takes, and what hybrid would. kept: their bytes."""
-    carrier, clusters = carrier_of(backend_of()) or SOCKETS, current.plan.by_cluster(ranks)
+    network_api, clusters = network_api_of(backend_of()) or SOCKETS, current.plan.by_cluster(ranks)
     if len(clusters) < 2:
         return
-    taken = sharded_seconds(current.plan, ranks, what, carrier)
+    taken = sharded_seconds(current.plan, ranks, what, network_api)
     text = (f"FSDP gathers {format_bytes(what.weight_bytes)} of weights across clusters "
             f"{', '.join(clusters)} in every step, {taken:.3g} s of it (predicted)")
     if len(ranks) == current.plan.world_size and len(set(map(len, clusters.values()))) == 1:
         members = list(clusters.values())
-        hybrid = sharded_seconds(current.plan, ranks, what, carrier, hybrid=True)
+        hybrid = sharded_seconds(current.plan, ranks, what, network_api, hybrid=True)
         text += f"; --holmes-fsdp hybrid: {hybrid:.3g} s, with {_memory(kept, len(members[0]), len(ranks))}"
     tell(current, text)
 
@@ -193,7 +193,7 @@ def _tell_crossing(current: session.Session, mesh: Any, what: ShardedWeights) ->
     rows, plan = mesh.mesh.tolist(), current.plan
     if not (crossing := straddling_rows(plan, rows)):
         return
-    taken = max(sharded_seconds(plan, row, what, carrier_of(backend_of()) or SOCKETS) for row in rows)
+    taken = max(sharded_seconds(plan, row, what, network_api_of(backend_of()) or SOCKETS) for row in rows)
     name, clusters = (mesh.mesh_dim_names or ("", "1"))[1], plan.by_cluster(range(plan.world_size))
     most = gcd(*map(len, clusters.values()))
     held = ", ".join(f"{one} {len(own)}" for one, own in clusters.items())
@@ -205,8 +205,9 @@ def _tell_crossing(current: session.Session, mesh: Any, what: ShardedWeights) ->
 
 def _tell_hybrid(current: session.Session, what: ShardedWeights, kept: float) -> None:
     ranks = range(current.plan.world_size)
-    members, carrier = equal_groups(current.plan, ranks), carrier_of(backend_of()) or SOCKETS
-    hybrid, flat = (sharded_seconds(current.plan, ranks, what, carrier, hybrid=one) for one in (True, False))
+    members, network_api = equal_groups(current.plan, ranks), network_api_of(backend_of()) or SOCKETS
+    hybrid, flat = (sharded_seconds(current.plan, ranks, what, network_api, hybrid=hybrid)
+                    for hybrid in (True, False))
     tell(
         current,
         f"FSDP hybrid: sharded inside each of {len(members)} clusters, {hybrid:.3g} s of a step in place of "

@@ -17,7 +17,7 @@ from holmes_ext.patches.torch.features import PASSES
 from holmes_ext.patches.torch.pipelining import sizes_of
 from holmes_ext.plan.passes.schedule import PassOrder
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 
@@ -55,8 +55,10 @@ def _made(current: session.Session, schedule: Any) -> Any:
 
     stage = schedule._stage
     group = stage.group or dist.group.WORLD
-    carrier, sizes = carrier_of(backend_of(group)), sizes_of(current, group_ranks(group))
-    if sizes is None or not carrier or not (texts := current.plan_for(sizes).traffic_of(carrier).passes):
+    network_api, sizes = network_api_of(backend_of(group)), sizes_of(current, group_ranks(group))
+    if sizes is None or not network_api:
+        return None
+    if not (texts := current.plan_for(sizes).traffic_of(network_api).passes):
         return None
     planned = PassOrder.parse(texts)
     own = "its stages reduce under their last backward (DistributedDataParallel, fully_shard)"

@@ -57,8 +57,16 @@ def test_what_is_there_stays(ask, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "cluster old has a2 besides" in said and "not found, which stay there: gone" in said
     again = file.read_text()
-    assert discover("slurm", "--output", file) == 0 and file.read_text() == again
-    assert "nothing was changed" in capsys.readouterr().err
+    same = ("--rate", "old=100Gb/s", "--rate", "new=400Gb/s", "--kind", "new=roce")
+    for given in ((), (*same, "--rate", "ethernet=10Gb/s")):
+        assert discover("slurm", *given, "--output", file) == 0 and file.read_text() == again
+        said = capsys.readouterr().err
+        assert "nothing was changed" in said and "edit the file" not in said
+    other = ("--rate", "old=200Gb/s", "--kind", "new=ib", "--rate", "ethernet=25Gb/s")
+    assert discover("slurm", *other, "--output", file) == 0 and file.read_text() == again
+    said = capsys.readouterr().err
+    for what in ("cluster old", "cluster new", "ethernet"):
+        assert f"{what} stays as the file has it" in said
 
 
 class Terminal(io.StringIO):

@@ -1,6 +1,9 @@
 """`holmes join`: status as a table and JSON, its exit status, and one line for what cannot be."""
 
 import json
+import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -55,3 +58,23 @@ def test_a_wrong_token_and_a_port_that_is_taken(token, monkeypatch, capsys):
     monkeypatch.delenv("HOLMES_JOIN_TOKEN")
     assert main(["join", "status", "127.0.0.1:1"]) == 2
     assert "HOLMES_JOIN_TOKEN" in capsys.readouterr().err
+
+
+def test_serve_takes_all_descriptors_that_it_may_have_and_names_an_open_token(tmp_path):
+    """1024 are what many systems give at first: connections of 500 ranks behind NAT."""
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o644)
+    code = ("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256)); "
+            "from holmes_ext.cli.main import main; "
+            "main(['join', 'serve', '--host', '127.0.0.1', '--port', '0'])")
+    serve = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                             env={"HOLMES_JOIN_TOKEN_FILE": str(path), "PYTHONPATH": ":".join(sys.path)})
+    try:
+        lines = [serve.stdout.readline() for _ in range(2)]
+        assert "jobs meet at port" in lines[0] and f"chmod 600 {path}" in lines[1]
+        assert resource.prlimit(serve.pid, resource.RLIMIT_NOFILE) == (256, 256)
+    finally:
+        serve.kill()
+        serve.wait()
+        serve.stdout.close()

@@ -51,6 +51,8 @@ def test_json_keeps_every_candidate_and_the_plan_loads(capsys, tmp_path):
                           str(tmp_path / "plan.json"))
     found = json.loads(said.out)
     assert status == 0 and len(found["candidates"]) == found["counts"]["plans"] > 10
+    bounds = [shape["bound_seconds"] for shape in found["not_expanded"]]
+    assert bounds and min(bounds) >= found["certificate"]["bound_seconds"]
     first = found["candidates"][0]
     assert first["tokens_per_second"] == pytest.approx(16 * 16 / first["step_seconds"])
     assert first["step_seconds"] == first["simulated_seconds"] == found["certificate"]["step_seconds"]

@@ -1,7 +1,7 @@
 import pytest
 
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.doctor.allocation import allocated, check_nodes, srun
+from holmes_ext.doctor.allocation import allocated, check_nodes, for_srun, srun
 from holmes_ext.errors import HolmesError
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[0-1]"}
@@ -14,6 +14,11 @@ def test_srun_reaches_every_node_once():
     assert srun(JOB, "", ["x"]) == ["srun", *END]
     assert srun(TWO, "", ["x"]) == ["srun", "--het-group=0-1", *END]
     assert srun({}, "--nodes 4 -p 'a b'", ["x"]) == ["srun", "--nodes", "4", "-p", "a b", *END]
+
+
+def test_srun_is_not_told_of_a_process_for_each_gpu():
+    said = {"SLURM_NTASKS": "16", "SLURM_NPROCS_HET_GROUP_1": "8", "SLURM_NTASKS_PER_NODE": "8"}
+    assert for_srun({**JOB, **said}) == JOB
 
 
 @pytest.mark.parametrize("options, message", [("", "this is no allocation"), ("--nodes '4", "No closing "

@@ -1,9 +1,11 @@
 """Versions that do not work together are named as that."""
 
 import importlib.metadata
+import sys
 
 import pytest
 
+from holmes_ext import job
 from holmes_ext.doctor import frameworks
 from holmes_ext.patches import conflicts as rules
 
@@ -37,6 +39,18 @@ def test_the_doctor_names_both_and_not_holmes(stated, monkeypatch):
     (finding,) = frameworks.check_stock_versions()
     assert finding.level == "problem" and "deepspeed 0.14.0 with torch 2.6" in str(finding)
     assert "with or without holmes" in str(finding) and "deepspeed>=0.14.4" in str(finding)
+
+
+def test_a_free_threaded_python_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as ended:
+        job.activate(["--holmes"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1 and "PYTHON_GIL=1" in told
+    assert "PYTHON_GIL=1" in next(frameworks.check_stock_versions()).mend
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True)
+    assert not rules.without_gil()
 
 
 def test_what_cannot_be_imported_is_the_frameworks_own_trouble():

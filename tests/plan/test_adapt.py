@@ -6,7 +6,7 @@ import pytest
 from clusters import site
 
 from holmes_ext.options import Options
-from holmes_ext.plan.adapt import Judge, better_split, pipeline_s
+from holmes_ext.plan.adapt import PipelineEvaluator, better_split, pipeline_s
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.cost.workload import StageLoad, Workload
@@ -33,12 +33,12 @@ def held(plan):
     return plan.traffic_of("sockets").in_flight
 
 
-def judge():
-    return Judge("sockets", OPTIONS, ENGINE)
+def evaluator():
+    return PipelineEvaluator("sockets", OPTIONS, ENGINE)
 
 
 def test_a_slow_edge_that_nobody_told_of_is_hidden_once_it_is_measured():
-    own, plan = judge(), PLAN
+    own, plan = evaluator(), PLAN
     assert held(plan) == (2, 1) and plan.basis == "nominal"
     known, step_s = took(plan, 0.03)
     change = own.next(known, step_s)
@@ -54,13 +54,13 @@ def test_a_slow_edge_that_nobody_told_of_is_hidden_once_it_is_measured():
 
 @pytest.mark.parametrize("edge_s", [1e-5, 0.0005])
 def test_a_free_edge_changes_nothing(edge_s):
-    own = judge()
+    own = evaluator()
     for _ in range(5):
         assert own.next(*took(PLAN, edge_s)) is None
 
 
 def test_what_does_not_bring_what_was_predicted_is_taken_back_and_not_tried_again():
-    own, plan = judge(), PLAN
+    own, plan = evaluator(), PLAN
     known, step_s = took(plan, 0.03)
     change = own.next(known, step_s)
     own.taken(change, known)
@@ -76,7 +76,7 @@ def test_what_does_not_bring_what_was_predicted_is_taken_back_and_not_tried_agai
 
 
 def test_a_plan_follows_a_rate_that_drifts_both_ways():
-    own, plan, seen = judge(), PLAN, []
+    own, plan, seen = evaluator(), PLAN, []
     for edge_s in (0.005, 0.005, 0.05, 0.05, 0.05, 0.05, 0.005, 0.005, 0.005):
         known, step_s = took(plan, edge_s)
         if change := own.next(known, step_s):
@@ -91,14 +91,27 @@ def test_a_plan_follows_a_rate_that_drifts_both_ways():
 def test_memory_bounds_what_is_in_flight():
     room = {"fixed_bytes": 10.0, "kept_bytes": 10.0, "limit_bytes": 45.0}
     known, step_s = took(PLAN, 0.05)
-    free = judge().next(known, step_s)
-    bounded = judge().next(learned(PLAN, 0.05, **room), step_s)
+    free = evaluator().next(known, step_s)
+    bounded = evaluator().next(learned(PLAN, 0.05, **room), step_s)
     assert free.in_flight[0] > 3 and bounded.in_flight[0] == 3
+
+
+def test_more_are_in_flight_than_hide_the_edge_where_few_micro_batches_fill_the_pipeline():
+    def change(forward_s, **more):
+        plan = learned(PLAN, 0.045, **more)
+        loads = tuple(replace(load, forward_s=own, backward_s=2 * own)
+                      for load, own in zip(plan.loads, (0.03, forward_s)))
+        plan = replace(plan, loads=loads)
+        return evaluator().next(plan, 0.02 + pipeline_s(plan, [0.045], (2, 1))).in_flight
+
+    assert change(0.03) == (3, 1) and change(0.024)[0] > 3  # a second stage that is faster
+    assert change(0.024, micro_batches=40) == (3, 1)
+    assert change(0.024, fixed_bytes=0.0, kept_bytes=1.0, limit_bytes=4.0) == (4, 1)
 
 
 def test_what_the_user_asked_for_stays():
     asked = Options(inflight="1")
-    own = Judge("sockets", asked, ENGINE)
+    own = PipelineEvaluator("sockets", asked, ENGINE)
     plan = build_plan(site(), Sizes(2), options=asked)
     known, step_s = took(plan, 0.1)
     assert own.next(known, step_s) is None

@@ -155,7 +155,7 @@ def test_a_models_times_agree_with_the_cost_model():
     number."""
     site, sizes = sample("two_clusters_8"), Sizes(2).complete(8)
     plain = replace(MODEL, vocabulary=1, positions="none", tied=False)
-    costs = costs_on_site(site, [node.name for node in site.nodes], sizes, plain, hides=False)
+    costs = costs_on_site(site, [node.name for node in site.nodes], sizes, plain, async_edges=False)
     by_stage = estimate(costs, (3, 3))
     whole = step_seconds(site, [node.name for node in site.nodes], sizes, plain.workload(sizes))
     assert by_stage.step_s == pytest.approx(whole.step_s, rel=1e-3)
@@ -237,5 +237,5 @@ def test_clusters_of_three_and_two_nodes_sum_in_two_levels_over_sockets_only():
     """gloo's ranks of a cluster need not be as many as those of another; NCCL's collectives do."""
     site = clusters.site("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b[0-1]", ethernet="250Mb/s")
     plan = build_plan(site, Sizes())
-    sockets, verbs = (plan.traffic_of(carrier).reductions[0] for carrier in ("sockets", "verbs"))
+    sockets, verbs = (plan.traffic_of(network_api).reductions[0] for network_api in ("sockets", "verbs"))
     assert sockets.clusters == ("a", "b") and not verbs.clusters

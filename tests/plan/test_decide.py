@@ -16,11 +16,18 @@ from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.reductions.tied import tied_sums
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.decide import derive_traffic, own_pair, own_pairs, reduction_of, resized, straddling
+from holmes_ext.plan.decide import (
+    derive_traffic,
+    pair_needs_group,
+    pairs_with_group,
+    reduction_of,
+    resized,
+    straddling,
+)
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan, parse_plan
 from holmes_ext.plan.sizes import Sizes, groups
-from holmes_ext.plan.traffic import CARRIERS, SOCKETS, VERBS
+from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BACKENDS = {"gloo": SOCKETS, "nccl": VERBS}
@@ -52,18 +59,18 @@ def test_every_group_of_a_random_job_goes_where_all_its_nodes_can(seed):
     made = build_plan(site, random_sites.sizes(rng, site.world_size))
     plan = parse_plan(made.to_json(), made.source)
     assert plan == made
-    for backend, carrier in BACKENDS.items():
+    for backend, network_api in BACKENDS.items():
         listed = {}
         for kind, ranks in plan.groups():
-            fabric = plan.fabric_of(ranks, carrier)
+            fabric = plan.fabric_of(ranks, network_api)
             wanted = random_sites.network(site, {plan.node_of(rank) for rank in ranks}, backend)
             assert (fabric.name if fabric else "local") == wanted
             listed.setdefault(kind, []).append(wanted)
-        for kind, names in plan.traffic_of(carrier).transports.items():
+        for kind, names in plan.traffic_of(network_api).transports.items():
             assert list(names) in (listed[kind], listed[kind][:1]) and set(names) == set(listed[kind])
         for _ in range(10):
             ranks = rng.sample(range(plan.world_size), rng.randint(1, plan.world_size))
-            fabric = plan.fabric_of(ranks, carrier)
+            fabric = plan.fabric_of(ranks, network_api)
             wanted = random_sites.network(site, {plan.node_of(rank) for rank in ranks}, backend)
             assert (fabric.name if fabric else "local") == wanted
 
@@ -74,10 +81,10 @@ def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
     site = random_sites.site(rng)
     options = Options(overlap=rng.choice(("auto", "on", "off")), compress=rng.choice(("off", "bf16")))
     plan = build_plan(site, random_sites.sizes(rng, site.world_size), options=options)
-    for carrier in CARRIERS:
-        traffic = plan.traffic_of(carrier)
+    for network_api in NETWORK_APIS:
+        traffic = plan.traffic_of(network_api)
         for ranks in groups(plan.sizes, "data") if plan.sizes else ():
-            way = reduction_of(plan, ranks, carrier, options)
+            way = reduction_of(plan, ranks, network_api, options)
             assert way is traffic.reductions[plan.sizes.stage(ranks[0])] and way.compress == options.compress
             if len(plan.by_cluster(ranks)) > 1 and way.clusters:
                 assert set(plan.by_cluster(ranks)) <= set(way.clusters) and way.chunk_bytes
@@ -85,11 +92,13 @@ def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
         for edge in traffic.edges:
             for place, ranks in enumerate(pipelines):
                 pair = [ranks[stage] for stage in edge.stages]
-                fabric, own = (names[place if len(names) > 1 else 0] for names in (edge.fabrics, edge.own))
-                used = plan.fabric_of(pair, carrier)
+                fabric, own = (names[place if len(names) > 1 else 0]
+                               for names in (edge.fabrics, edge.pair_groups))
+                used = plan.fabric_of(pair, network_api)
                 assert fabric == (used.name if used else "local")
-                assert (tuple(sorted(pair)) in own_pairs(plan, ranks, carrier)) == ("pipeline" in own)
-                assert own_pair(plan, pair, range(plan.world_size), carrier) == ("world" in own)
+                with_group = pairs_with_group(plan, ranks, network_api)
+                assert (tuple(sorted(pair)) in with_group) == ("pipeline" in own)
+                assert pair_needs_group(plan, pair, range(plan.world_size), network_api) == ("world" in own)
 
 
 def test_the_plan_does_not_count_on_what_is_switched_off():
@@ -123,7 +132,7 @@ def test_at_equal_rates_rdma_goes_before_ethernet():
         site = real(("n0", "c", port), ("n1", "c", port), ethernet=100 * GB, **{name: ("roce", 100 * GB)})
         plan = build_plan(site)
         assert (
-            {plan.fabric_of((0, 1), carrier).name for carrier in CARRIERS}
+            {plan.fabric_of((0, 1), network_api).name for network_api in NETWORK_APIS}
             == {name}
             == {site.shared_fabric(plan.nodes).name}
         )
@@ -153,7 +162,8 @@ def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
     bare = replace(site,
                    nodes=tuple(replace(n, ports=tuple(Port(p.fabric) for p in n.ports)) for n in site.nodes))
     planned = build_plan(bare, Sizes(2))
-    assert all(planned.traffic_of(carrier).transports["data"] == ("a", "b") for carrier in CARRIERS)
+    assert all(planned.traffic_of(network_api).transports["data"] == ("a", "b")
+               for network_api in NETWORK_APIS)
     job = derive_traffic(parse_plan(planned.to_json(), "p.json"), site)
     assert (job.traffic_of(VERBS).transports["data"] == ("a", "b")
             and job.traffic_of(SOCKETS).transports["data"] == ("ethernet", "b"))
@@ -275,8 +285,8 @@ def test_straddling_groups_are_those_whose_members_have_better():
 def test_tensor_ranks_share_out_what_crosses(sizes, slices):
     """Where each lies in a node; inside a cluster, and where sequence parallelism cuts it, nothing is cut."""
     site = sample("paper_4_roce_4_ib")
-    for carrier in CARRIERS:
-        edges = build_plan(site, sizes).traffic_of(carrier).edges
+    for network_api in NETWORK_APIS:
+        edges = build_plan(site, sizes).traffic_of(network_api).edges
         for edge in edges:
             assert edge.slices == (slices if ETHERNET in edge.fabrics else 1), edge
         assert any(ETHERNET in edge.fabrics for edge in edges)
@@ -286,8 +296,8 @@ def test_tensor_ranks_share_out_what_crosses(sizes, slices):
 
 def test_tied_weights_are_summed_in_two_levels_where_each_stage_has_a_cluster():
     plan = build_plan(sample("two_clusters_8"), Sizes(2))
-    for carrier in CARRIERS:
-        assert set(plan.traffic_of(carrier).tied.clusters) == {"a", "b"}
+    for network_api in NETWORK_APIS:
+        assert set(plan.traffic_of(network_api).tied.clusters) == {"a", "b"}
     assert tied_sums(plan.sizes) == [(0, 4, 1, 5, 2, 6, 3, 7)]
     for sizes in (Sizes(), Sizes(8)):  # one stage; one data-parallel rank
         assert build_plan(sample("two_clusters_8"), sizes).traffic_of(SOCKETS).tied is None

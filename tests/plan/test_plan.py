@@ -128,7 +128,7 @@ def test_digest():
         ({"sizes": [2]}, "'sizes' is not a table"),
         ({"stage_layers": [1, 2, 3]}, "'stage_layers' has 3 entries for 2 stages"),
         ({"transports": {"data": ["a"]}}, "'transports' is not known"),
-        ({"traffic": [{"carriers": ["verbs"], "transports": {"data": "a"}}]},
+        ({"traffic": [{"network_apis": ["verbs"], "transports": {"data": "a"}}]},
          r"'traffic\[0\].transports.data'"),
         ({"fabrics": [{"name": "a"}]}, r"'fabrics\[0\].kind' is missing"),
         ({"workload": {"micro_batches": 0}}, "'workload'.*micro_batches"),

@@ -15,17 +15,17 @@ def plan_of(*clusters, **more):
     return build_plan(site(*(clusters or TWO), **more))
 
 
-@pytest.mark.parametrize("carrier, again, crossings", [
+@pytest.mark.parametrize("network_api, again, crossings", [
     # gathers and a reduce-scatter, which gloo makes an all-reduce
     (VERBS, 1.0, 3), (SOCKETS, 1.0, 4), (VERBS, 0.0, 2),
 ])
 def test_over_everything_each_crossing_takes_three_quarters_of_the_weights_through_the_ethernet(
-        carrier, again, crossings):
+        network_api, again, crossings):
     plan = plan_of(ethernet="250Mb/s")
     what = ShardedWeights(4, 8e6, 8e6, again)
     latency = next(fabric for fabric in plan.fabrics if fabric.kind == "ethernet").latency_s
     expected = crossings * (3 / 4 * 8e6 * 8 / 250e6 + 4 * 3 * latency)
-    assert sharded_seconds(plan, range(4), what, carrier) == pytest.approx(expected)
+    assert sharded_seconds(plan, range(4), what, network_api) == pytest.approx(expected)
 
 
 def test_hybrid_is_the_slower_cluster_and_a_shard_s_all_reduce():

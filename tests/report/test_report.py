@@ -26,7 +26,7 @@ def test_figures(tmp_path):
     assert data.configured_bps == 250_000_000
     assert data.achieved_bps == pytest.approx(2_000_000 * 8 / 0.4)  # from when the late one has come
     assert pipeline.achieved_bps == pytest.approx(1000 * 8 / 0.1) and pipeline.sent == 500
-    ways = {(row.one, row.two): row for row in summary.pairs}
+    ways = {(row.source, row.target): row for row in summary.pairs}
     assert ways["a", "b"].sent == 2_001_000 and ways["b", "a"].exposed_s == pytest.approx(0.2)
     assert ways["a", "b"].achieved_bps == pytest.approx(2_001_000 * 8 / 0.5)  # the reduction and the message
     assert ways["a", "b"].configured_bps == 0 == ways["a", "b"].round_trip_s

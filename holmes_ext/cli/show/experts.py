@@ -63,8 +63,8 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
 
 def _rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for way in answer.ways:
-        layer = ("all" if number == EVERY else str(number)) if way is answer.ways[0] else ""
+    for way in answer.placements:
+        layer = ("all" if number == EVERY else str(number)) if way is answer.placements[0] else ""
         proven = f"{answer.gap:.2%}" if way is answer.best else ""
         rows.append((layer, way.name, f"{way.crossing:.1%}", f"{way.moving:.1%}", f"{way.fullest:.2f}",
                      proven))
@@ -76,5 +76,5 @@ def _document(answer: Answer) -> dict[str, object]:
         return {"across_clusters": way.crossing, "across_nodes": way.moving, "fullest": way.fullest,
                 "cost": way.cost}
 
-    ways = {way.name: of(way) for way in answer.ways}
+    ways = {way.name: of(way) for way in answer.placements}
     return {"order": answer.best.order, "bound": answer.bound, "gap": answer.gap, "ways": ways}

@@ -48,7 +48,7 @@ def outcomes(costs: StageCosts, alpha: float) -> dict[str, Estimate]:
     return {method: predict(costs, partition(method, costs, alpha)) for method in METHODS}
 
 
-def document(costs: StageCosts, found: Mapping[str, Estimate]) -> dict[str, Any]:
+def document(costs: StageCosts, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     """What --json prints: seconds and bytes, lists by stage; a limit of null means none."""
     return {
         "stages": list(costs.names),
@@ -67,15 +67,15 @@ def document(costs: StageCosts, found: Mapping[str, Estimate]) -> dict[str, Any]
                 "memory_bytes": list(one.memory_bytes),
                 "fits": list(one.fits),
             }
-            for name, one in found.items()
+            for name, one in estimates.items()
         },
     }
 
 
-def show(costs: StageCosts, found: Mapping[str, Estimate]) -> None:
+def show(costs: StageCosts, estimates: Mapping[str, Estimate]) -> None:
     """One table for each partition, then the steps."""
     screen = Screen()
-    for name, one in found.items():
+    for name, one in estimates.items():
         rows = []
         for stage, place in enumerate(costs.places):
             times = (one.compute_s[stage], (*one.transfer_s, 0.0)[stage], one.reduction_s[stage],
@@ -85,10 +85,10 @@ def show(costs: StageCosts, found: Mapping[str, Estimate]) -> None:
             rows.append((f"{stage} {place}", layers, *cells, memory_text(one, costs, stage)))
         styles = ["" if fits else "red" for fits in one.fits]
         screen.table(COLUMNS, rows, f"{name}: predicted step {one.step_s:.4g} s", styles)
-    for name, one in found.items():
+    for name, one in estimates.items():
         fits = "" if all(one.fits) else " - does not fit the memory"
         screen.line(
-            f"{name:>8}: {one.step_s:.4g} s, {found['uniform'].step_s / one.step_s:.3f} x uniform{fits}")
+            f"{name:>8}: {one.step_s:.4g} s, {estimates['uniform'].step_s / one.step_s:.3f} x uniform{fits}")
     screen.line(
         "seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of the "
         "reduction, after the last backward; compute, exposed and idle add up to the step"

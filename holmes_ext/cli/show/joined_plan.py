@@ -41,8 +41,8 @@ class Beside:
     def document(self) -> dict[str, Any]:
         """For --json."""
         choices = [dict(zip(("name", "tokens_per_second", "loss", "flags"), one)) for one in self.choices()]
-        rows = [{**asdict(one), "tokens_per_second": one.samples_per_s * self.tokens}
-                for one in self.settings]
+        rows = [{**asdict(setting), "tokens_per_second": setting.samples_per_s * self.tokens}
+                for setting in self.settings]
         return {"jobs": [asdict(job) for job in self.rounds.jobs], "settings": rows,
                 "crossing": self.crossing, "choices": choices}  # fmt: skip
 
@@ -56,27 +56,27 @@ class Beside:
 
     def rows(self) -> list[list[str]]:
         """Cells of COLUMNS."""
-        found = []
+        result = []
         for one in self.settings:
             rate = one.samples_per_s * self.tokens
-            found.append([str(one), f"{one.round_s:.3g}", f"{one.exposed_s:.3g}", f"{one.slower_s:.3g}",
-                          f"{rate:,.0f}", f"{rate / self.crossing:.2f}"])
-        return found
+            result.append([str(one), f"{one.round_s:.3g}", f"{one.exposed_s:.3g}", f"{one.slower_s:.3g}",
+                           f"{rate:,.0f}", f"{rate / self.crossing:.2f}"])
+        return result
 
     def choices(self) -> list[tuple[str, float, str, str]]:
         """Where it is known what is learned then: its name, tokens/s, the loss, the line to copy."""
         jobs = self.rounds.jobs
         best = max(jobs, key=lambda job: job.samples / job.step_s)
         alone = self.tokens * best.samples / best.step_s
-        found = [
+        result = [
             (f"one job on {best.cluster} alone", alone, "of its batch", "--holmes"),
             ("one job across", self.crossing, "of its batch", "--holmes --holmes-cluster FILE"),
         ]
         if (loss := _LOSS_OF_JOINED.get(len(jobs))) is not None:
             rate = self.tokens * self.rounds.of(*joined.DEFAULT).samples_per_s
             line = f"--holmes --holmes-join {jobs[0].cluster}@HOST:{_PORT}"
-            found.append(("joined jobs", rate, loss, line))
-        return found
+            result.append(("joined jobs", rate, loss, line))
+        return result
 
     def advice(self) -> list[str]:
         """Lines: which of the choices carries most tokens, and how it is had."""
@@ -106,21 +106,21 @@ def beside(result: SearchResult, seconds: float) -> Beside:
         try:
             alone = result.on(Network(joined.apart(site, name), result.network.links))
             asked = replace(alone, model=replace(model, global_batch=samples), global_batch=samples)
-            found = search(asked, seconds, prove=False)
+            match = search(asked, seconds, prove=False)
         except HolmesError as error:
             raise HolmesError(f"--joined: a job on cluster {name} alone: {error}") from None
-        jobs.append(joined.JoinedJob(name, samples, found.best.step_s, ethernet_s(found, found.best)))
+        jobs.append(joined.JoinedJob(name, samples, match.best.step_s, ethernet_s(match, match.best)))
     rounds = joined.RoundPrices(result.network.measured, model.parameters, jobs)
     return Beside(rounds, model.sequence, result.tokens_per_s(result.best))
 
 
-def show(found: Beside) -> None:
+def show(beside: Beside) -> None:
     screen = Screen()
     screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
-    screen.line(f"  {found.jobs_line()}")
-    screen.table(COLUMNS, found.rows())
+    screen.line(f"  {beside.jobs_line()}")
+    screen.table(COLUMNS, beside.rows())
     screen.line(LEGEND, "dim")
-    screen.line(found.line())
-    screen.table(CHOICES, [[name, f"{rate:,.0f}", loss] for name, rate, loss, _ in found.choices()])
-    for line in found.advice():
+    screen.line(beside.line())
+    screen.table(CHOICES, [[name, f"{rate:,.0f}", loss] for name, rate, loss, _ in beside.choices()])
+    for line in beside.advice():
         screen.line(line)

@@ -45,11 +45,11 @@ def document(
         paragraphs([shown.LEGEND]))
 
 
-def _joined(found: joined_plan.Beside) -> list[str]:
+def _joined(beside: joined_plan.Beside) -> list[str]:
     head = [one.name for one in joined_plan.COLUMNS]
-    return [heading("Joined jobs in its place, one in each cluster"), paragraphs([found.jobs_line() + "."]),
-            picture(svg(found.figure()), "tokens/s over every"), table(head, found.rows()),
-            paragraphs([joined_plan.LEGEND, found.line() + "."])]
+    return [heading("Joined jobs in its place, one in each cluster"), paragraphs([beside.jobs_line() + "."]),
+            picture(svg(beside.figure()), "tokens/s over every"), table(head, beside.rows()),
+            paragraphs([joined_plan.LEGEND, beside.line() + "."])]
 
 
 def _launches(result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]) -> list[str]:

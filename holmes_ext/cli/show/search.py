@@ -185,30 +185,30 @@ def check_pictures(args: argparse.Namespace, job: Training) -> None:
 
 
 def draw(
-    found: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
+    search_result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
     joined: joined_plan.Beside | None = None,
 ) -> None:
     """The page of --html and the pictures of --pictures."""
-    written = draw_search(found, Path(args.pictures)) if args.pictures else []
+    written = draw_search(search_result, Path(args.pictures)) if args.pictures else []
     if joined is not None and args.pictures:
         written.append(write(joined.figure(), Path(args.pictures) / "joined.png", "name another directory"))
     if args.html:
-        save(args.html, plan_page.document(found, args, job, starts, joined), "the page")
+        save(args.html, plan_page.document(search_result, args, job, starts, joined), "the page")
         written.append(Path(args.html))
     for path in written:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
 
 
-def beside(found: SearchResult, job: Training) -> tuple[SearchResult, Training]:
+def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Training]:
     """With the user's layout beside what was found, or a line that says why it cannot be."""
     if job.sizes is None:
-        return found, job
+        return search_result, job
     try:
-        sizes = job.sizes.complete(found.network.world, found.network.processes)
-        layout = timed(found, _candidate(found, job, sizes))
+        sizes = job.sizes.complete(search_result.network.world, search_result.network.processes)
+        layout = timed(search_result, _candidate(search_result, job, sizes))
     except HolmesError as error:
-        return found, replace(job, lines=(*job.lines, f"not possible: your layout: {error}"))
-    return replace(found.with_known(layout), user_layout=layout), job
+        return search_result, replace(job, lines=(*job.lines, f"not possible: your layout: {error}"))
+    return replace(search_result.with_known(layout), user_layout=layout), job
 
 
 def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:
@@ -223,17 +223,17 @@ def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchRe
     return replace(found, user_layout=layout, candidates=[layout])
 
 
-def _candidate(found: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None) -> Candidate:
+def _candidate(result: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None) -> Candidate:
     said, options = job.said, job.options
     partitioned = bool(options.plan) or options.partition != "uniform"
-    for line in refusals(said, sizes, found.network.world, partitioned) if said else ():
+    for line in refusals(said, sizes, result.network.world, partitioned) if said else ():
         raise HolmesError(line)
     own = (said.zero, said.virtual) if said and said.model else ()
-    shape, layers = shape_of(found.model, sizes, *own), said.stage_layers if said else ()
+    shape, layers = shape_of(result.model, sizes, *own), said.stage_layers if said else ()
     if plan is not None:
         layers = plan.stage_layers or layers
     flat = job.engine.two_level_zero is not None and not (said and said.instances > 1)
-    return given(found, sizes, shape, layers, plan.nodes if plan is not None else (), flat)
+    return given(result, sizes, shape, layers, plan.nodes if plan is not None else (), flat)
 
 
 def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:

@@ -1,8 +1,5 @@
 """What `holmes plan` says about a search: the ranked table, where the best plan's time goes, how to start it;
-as JSON.
-
-The step that leads is the simulated one (plan/search/simulated.py) wherever there is one, and what explains
-it adds up to it; the closed form, which chose what was simulated, stands beside it.
+as JSON. The step is the simulated one where there is one; the closed form stands beside it.
 """
 
 from __future__ import annotations
@@ -42,10 +39,10 @@ DOES_NOT_FIT, CANNOT = "your layout does not fit", "cannot do this plan"
 
 def distinct(result: SearchResult) -> list[Candidate]:
     """Of every shape the best candidate, the fastest first."""
-    found: dict[Shape, Candidate] = {}
-    for one in result.candidates:
-        found.setdefault(one.shape, one)
-    return list(found.values())
+    candidates: dict[Shape, Candidate] = {}
+    for candidate in result.candidates:
+        candidates.setdefault(candidate.shape, candidate)
+    return list(candidates.values())
 
 
 def ranked(result: SearchResult, count: int) -> list[tuple[str, Candidate, SearchResult]]:
@@ -69,7 +66,7 @@ def split_text(split: Sequence[int]) -> str:
 
 def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch]) -> None:
     """Print all of it."""
-    screen, network, best, yours = Screen(), result.network, result.best, result.user_layout
+    screen, network, best, user_layout = Screen(), result.network, result.best, result.user_layout
     job.show(screen)
     _table(screen, result, ranked(result, args.rows))
     if result.interrupted:
@@ -82,7 +79,7 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
     if network.links.measured:
         screen.line(f"networks as holmes probe measured them: {', '.join(network.links.measured)}")
     if best.breadth_first:
-        before = next(one for one in result.candidates if not one.breadth_first)
+        before = next(candidate for candidate in result.candidates if not candidate.breadth_first)
         text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {before.step_s:.4g} s without"
         screen.line(f"{text}; the certificate is of 1F1B's orders", "bold")
     screen.line(f"best plan: {result.describe(best)}; layers of the stages: {split_text(best.split)}")
@@ -92,9 +89,9 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
     if args.explain:
         for line in explain(result):
             screen.line(line)
-    if yours:
+    if user_layout:
         screen.line("your layout: add to your command line", "bold")
-        screen.line(f"  {shlex.join(added(yours, args.cluster, ''))}")
+        screen.line(f"  {shlex.join(added(user_layout, args.cluster, ''))}")
     _show_launches(screen, starts)
     if not args.output:
         screen.line("the job orders its nodes when it starts; --output plan.json fixes what is shown")
@@ -102,14 +99,14 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
 
 def show_given(result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]) -> None:
     """The user's layout alone, of a search's result that has only it: its row, seconds, memory and flags."""
-    screen, yours = Screen(), result.best
-    _table(screen, result, [("yours", yours, result)])
-    for line in (*edge_lines(result, yours), *thin_stages(result, yours)):
+    screen, user_layout = Screen(), result.best
+    _table(screen, result, [("yours", user_layout, result)])
+    for line in (*edge_lines(result, user_layout), *thin_stages(result, user_layout)):
         screen.line(line)
     _show_why(screen, result)
     asked = sizes_given(args) or not args.command  # else the command line has its sizes
     screen.line("flags of holmes:" if asked else "your layout: add to your command line", "bold")
-    screen.line(f"  {shlex.join(added(yours, args.cluster, args.output or ''))}")
+    screen.line(f"  {shlex.join(added(user_layout, args.cluster, args.output or ''))}")
     if asked:
         _show_launches(screen, starts)
 
@@ -123,15 +120,15 @@ def _show_launches(screen: Screen, starts: Mapping[str, Launch]) -> None:
 
 def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
     """For each framework its flags, what its config file and script need; or why it cannot do this plan."""
-    found = {}
+    result = {}
     for name, launch in starts.items():
         if launch.lacks:
-            found[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
+            result[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
             continue
-        found[name] = [shlex.join(launch.flags)]
-        found[name] += [f"ds_config.json: {json.dumps(launch.config)}"] if launch.config else []
-        found[name] += [f"in the script: {launch.script}"] if launch.script else []
-    return found
+        result[name] = [shlex.join(launch.flags)]
+        result[name] += [f"ds_config.json: {json.dumps(launch.config)}"] if launch.config else []
+        result[name] += [f"in the script: {launch.script}"] if launch.script else []
+    return result
 
 
 def _table(screen: Screen, result: SearchResult, rows: Sequence[tuple[str, Candidate, SearchResult]]) -> None:
@@ -161,10 +158,10 @@ def row_cells(name: str, one: Candidate, result: SearchResult) -> tuple[str, ...
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     """Seconds by cause, of the best plan, the user's layout, and stock with its sizes (or as that layout
     runs)."""
-    yours = result.user_layout
+    user_layout = result.user_layout
     found = {"holmes": causes(result, result.best)}
-    found |= {"yours": causes(result, yours)} if yours and yours is not result.best else {}
-    return found | {"stock": causes(*stock_like(result, yours or result.best))}
+    found |= {"yours": causes(result, user_layout)} if user_layout and user_layout is not result.best else {}
+    return found | {"stock": causes(*stock_like(result, user_layout or result.best))}
 
 
 def _show_why(screen: Screen, result: SearchResult) -> None:
@@ -177,9 +174,9 @@ def _show_why(screen: Screen, result: SearchResult) -> None:
 
 def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     """reasons(), by what a reader calls them."""
-    yours, alone = result.user_layout, result.user_layout is result.best
+    user_layout, alone = result.user_layout, result.user_layout is result.best
     names = {"holmes": "your layout" if alone else "this plan", "yours": "your layout",
-             "stock": "your layout, stock" if yours else "stock, same sizes"}
+             "stock": "your layout, stock" if user_layout else "stock, same sizes"}
     return {names[who]: seconds for who, seconds in reasons(result).items()}
 
 
@@ -196,11 +193,11 @@ def why_table(result: SearchResult) -> tuple[str, list[str], list[tuple[str, ...
 
 def why_lines(result: SearchResult) -> list[str]:
     """What the plan is worth against stock, and what it takes of the memory."""
-    best, yours, alone = result.best, result.user_layout, result.user_layout is result.best
+    best, user_layout, alone = result.best, result.user_layout, result.user_layout is result.best
     total, *others, before = (sum(causes.values()) for causes in reasons(result).values())
     stock = "the launcher's order, all traffic on the network that all nodes share, layers "
-    stock += "as yours" if yours else "even"
-    whose = "your layout as stock runs it" if yours and not alone else "stock"
+    stock += "as yours" if user_layout else "even"
+    whose = "your layout as stock runs it" if user_layout and not alone else "stock"
     lines = [f"{before / total:.2f} x {whose} ({stock})",
              *(f"{other / total:.2f} x your layout with holmes" for other in others[:1])]
     if not alone and (least := best_stock(result)):
@@ -211,10 +208,11 @@ def why_lines(result: SearchResult) -> list[str]:
     of = "" if limit == inf else f" of {format_bytes(limit)}"
     terms = _terms(memory_terms(result, best))
     lines.append(f"memory of the fullest stage: {format_bytes(best.memory_bytes[stage])}{of} ({terms})")
-    if yours and not yours.fits:
-        stage = _fullest(yours)
-        needs, has = (format_bytes(each) for each in (yours.memory_bytes[stage], yours.limit_bytes[stage]))
-        what = f"stage {stage} needs {needs} of {has} ({_terms(memory_terms(result, yours))})"
+    if user_layout and not user_layout.fits:
+        stage = _fullest(user_layout)
+        needs = format_bytes(user_layout.memory_bytes[stage])
+        has = format_bytes(user_layout.limit_bytes[stage])
+        what = f"stage {stage} needs {needs} of {has} ({_terms(memory_terms(result, user_layout))})"
         lines.append(f"{DOES_NOT_FIT}: {what}")
     return lines
 
@@ -229,10 +227,10 @@ def _fullest(best: Candidate) -> int:
     return shares.index(max(shares))
 
 
-def memory_terms(result: SearchResult, one: Candidate) -> dict[str, float]:
+def memory_terms(result: SearchResult, candidate: Candidate) -> dict[str, float]:
     """Bytes of a plan's fullest stage, by term."""
-    stage = _fullest(one)
-    return memory_of(result, one, stage).terms
+    stage = _fullest(candidate)
+    return memory_of(result, candidate, stage).terms
 
 
 def edge_lines(result: SearchResult, one: Candidate) -> list[str]:
@@ -269,7 +267,9 @@ def document(
     result: SearchResult, plan: Plan, job: Training, starts: Mapping[str, Launch], more: Mapping[str, Any]
 ) -> str:
     """Everything that was found, and more, as JSON; a memory limit of null means none. step_seconds is the
-    simulated step where there is one, closed_form_seconds the other; the certificate is of simulated ones."""
+    simulated step where there is one, closed_form_seconds the other; the certificate is of simulated ones;
+    not_expanded: shapes that fit and have no candidate, with the seconds that none of theirs beats."""
+    expanded = {candidate.shape for candidate in result.candidates}
     found = {
         "gpus": result.network.world,
         "clusters": list(result.network.site.clusters),
@@ -281,7 +281,9 @@ def document(
                    "too_large": result.misfits},
         "told": list(job.lines),
         "yours": row(result.user_layout, result) if result.user_layout else None,
-        "candidates": [row(one, result) for one in result.candidates],
+        "candidates": [row(candidate, result) for candidate in result.candidates],
+        "not_expanded": [{**asdict(shape), "bound_seconds": bound_s}
+                         for shape, bound_s in result.ideals.items() if shape not in expanded],
         "where": reasons(result),
         "memory_bytes": memory_terms(result, result.best),
         "framework_schedule_seconds": step_without(result, result.best),
@@ -296,22 +298,22 @@ def _certificate(one: Certificate) -> dict[str, Any]:
     return {"proven": one.proven, "gap": one.gap, "step_seconds": one.step_s, "bound_seconds": one.bound_s}
 
 
-def row(one: Candidate, result: SearchResult) -> dict[str, Any]:
+def row(candidate: Candidate, result: SearchResult) -> dict[str, Any]:
     """Of a plan, for --json."""
     return {
-        **asdict(one.shape),
-        "clusters": result.describe(one),
-        "order": one.placement.sizes.order,
-        "breadth_first": one.breadth_first,
-        "stage_layers": list(one.split),
-        "reductions": list(one.reductions),
-        "in_flight": list(one.in_flight),
-        "passes": list(one.passes),
-        "step_seconds": one.step_s,
-        "closed_form_seconds": one.formula_s,
-        "simulated_seconds": one.simulated_s or None,
-        "tokens_per_second": result.tokens_per_s(one),
-        "flops_per_gpu": result.flops_per_gpu(one),
-        "memory_bytes": list(one.memory_bytes),
-        "limit_bytes": [None if limit == inf else limit for limit in one.limit_bytes],
+        **asdict(candidate.shape),
+        "clusters": result.describe(candidate),
+        "order": candidate.placement.sizes.order,
+        "breadth_first": candidate.breadth_first,
+        "stage_layers": list(candidate.split),
+        "reductions": list(candidate.reductions),
+        "in_flight": list(candidate.in_flight),
+        "passes": list(candidate.passes),
+        "step_seconds": candidate.step_s,
+        "closed_form_seconds": candidate.formula_s,
+        "simulated_seconds": candidate.simulated_s or None,
+        "tokens_per_second": result.tokens_per_s(candidate),
+        "flops_per_gpu": result.flops_per_gpu(candidate),
+        "memory_bytes": list(candidate.memory_bytes),
+        "limit_bytes": [None if limit == inf else limit for limit in candidate.limit_bytes],
     }

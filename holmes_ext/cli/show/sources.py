@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     more, new = write.split(there, clusters) if there else ({}, clusters)
     rates = named_values(args.rate, (), "--rate")
     bps = {name: parse_rate(text, f"--rate {name}") for name, text in rates.items()}
-    ethernet = bps.pop(_ETHERNET, 0)
-    new, lacking = completed(new, named_values(args.kind, (), "--kind"), bps)
+    ethernet, kinds = bps.pop(_ETHERNET, 0), named_values(args.kind, (), "--kind")
+    kept = _kept(there, kinds, bps, ethernet) if there else []
+    new, lacking = completed(new, kinds, bps)
     if lacking or not (there or ethernet):
         new, ethernet = _asked(new, lacking, ethernet, there, told)
     if there:
@@ -71,7 +72,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(text)
     _tell(args.output, there, nodes, more, new)
+    for what in kept:
+        print(f"holmes discover: {args.output}: {what} stays as the file has it; edit the file to change it",
+              file=sys.stderr)
     return 0
+
+
+def _kept(there: SiteSpec, kinds: dict[str, str], bps: dict[str, int], ethernet_bps: int) -> list[str]:
+    """What the file says otherwise than the options; options about its clusters are taken out of them."""
+    found = [f"cluster {cluster.name}" for cluster in there.clusters
+             if (kinds.pop(cluster.name, cluster.kind), bps.pop(cluster.name, cluster.rate_bps))
+             != (cluster.kind, cluster.rate_bps)]
+    return found + [_ETHERNET] * (ethernet_bps not in (0, there.ethernet_rate_bps))
 
 
 def _nodes(args: argparse.Namespace) -> list[FoundNode]:

@@ -108,8 +108,8 @@ class AvailableNodes:
         return in_closed_form(network, self.job, self.batch, self.limits, self.shapes, seconds)
 
     def price(self, counts: Counts) -> Priced:
-        found = self.search(counts)
-        return Priced(found.best.formula_s, found.best.formula_s, found)
+        match = self.search(counts)
+        return Priced(match.best.formula_s, match.best.formula_s, match)
 
     def floor(self, family: Family) -> float:
         """Seconds that no step on a subset of a family beats."""
@@ -213,11 +213,11 @@ def _begin(args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: flo
     return replace(available, floor_s=max(floor(found), available.computing_s()))
 
 
-def floor(found: SearchResult) -> float:
+def floor(result: SearchResult) -> float:
     """Seconds that nothing beats on the nodes of a search in closed form."""
-    every = {one.shape for one in found.candidates}
-    left = [ideal_s for shape, ideal_s in found.ideals.items() if shape not in every]
-    return min([found.best.formula_s, *left])
+    every = {candidate.shape for candidate in result.candidates}
+    left = [ideal_s for shape, ideal_s in result.ideals.items() if shape not in every]
+    return min([result.best.formula_s, *left])
 
 
 def _of_every_depth(result: SearchResult) -> tuple[Shape, ...]:
@@ -229,10 +229,10 @@ def _of_every_depth(result: SearchResult) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys([result.best.shape, *list(depths.values())[:SHAPES]]))
 
 
-def _simulated(found: Subsets, site: AvailableNodes, end: float) -> list[tuple[Counts, SearchResult]]:
+def _simulated(subsets: Subsets, site: AvailableNodes, end: float) -> list[tuple[Counts, SearchResult]]:
     """The fastest subsets by their simulated steps, with all sizes where these are free."""
     ranked = []
-    first = found.found[:SIMULATED]
+    first = subsets.found[:SIMULATED]
     for number, (counts, priced) in enumerate(first):
         result = priced.plan
         if len(site.shapes) > 1:
@@ -260,16 +260,16 @@ def _written(form: str, parts: Sequence[request.ChosenNodes], features: request.
 
 
 def _document(
-    found: Subsets, best: Sequence[tuple[Counts, SearchResult]],
+    subsets: Subsets, best: Sequence[tuple[Counts, SearchResult]],
     parts: Sequence[Sequence[request.ChosenNodes]], features: request.Features | None,
 ) -> dict[str, Any]:
-    rows = [{"nodes": {part.cluster: list(part.nodes) for part in own}, "step_seconds": result.best.step_s}
-            for (_, result), own in zip(best, parts)]
+    rows = [{"nodes": {part.cluster: list(part.nodes) for part in nodes}, "step_seconds": result.best.step_s}
+            for (_, result), nodes in zip(best, parts)]
     chosen = parts[0]
     forms = {form: _written(form, chosen, features) for form in FORMS if form != "kubernetes"}
-    return {"version": 1, "best": rows[0], "others": rows[1:], "gap": found.gap,
-            "bound_seconds": found.bound_s,
-            "looked_at": len(found.found), "all": found.complete,
+    return {"version": 1, "best": rows[0], "others": rows[1:], "gap": subsets.gap,
+            "bound_seconds": subsets.bound_s,
+            "looked_at": len(subsets.found), "all": subsets.complete,
             "nodelist": folded(node for part in chosen for node in part.nodes), **forms,
             "affinity": request.node_affinity(chosen)}
 
@@ -281,9 +281,9 @@ def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, found: Subset
     job.show(screen)
     first_s = best[0][1].best.step_s
     rows = []
-    for (_, result), own in zip(best, parts):
+    for (_, result), chosen_nodes in zip(best, parts):
         one = result.best
-        nodes = ", ".join(f"{len(part.nodes)} of {part.cluster}" for part in own)
+        nodes = ", ".join(f"{len(part.nodes)} of {part.cluster}" for part in chosen_nodes)
         sizes = f"pipeline {one.shape.pipeline}, tensor {one.shape.tensor}, data {one.shape.data}"
         rows.append((nodes, format_seconds(one.step_s), f"{one.step_s / first_s - 1:+.1%}", sizes,
                      result.describe(one)))
@@ -291,10 +291,10 @@ def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, found: Subset
                Column("sizes", wrap=12, drop=2), Column("stages", wrap=10, drop=1))
     screen.table(columns, rows, f"{args.nodes} of the {sum(len(c.nodes) for c in spec.clusters)} nodes"
                                 f"{' that are idle' if args.idle else ''} in {spec.source}")
-    looked = f"{len(found.found)} subsets were looked at" + (", all that there are" if found.complete else "")
+    looked = f"subsets looked at: {len(found.found)}" + (", all that there are" if found.complete else "")
     verdict = "the first is the best of all" if found.proven else (
-        f"none is more than {found.gap:.1%} better than the first (by the closed form; simulated in the "
-        f"table)")
+        f"none is more than {found.gap:.1%} better than the first (in closed form; the table's steps are "
+        f"simulated); --seconds S searches longer")
     screen.line(f"{looked}; {verdict}", "dim")
     screen.line("\nfor sbatch, as one job:", "bold")
     print(_written("sbatch", parts[0], features), end="")

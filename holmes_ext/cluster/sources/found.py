@@ -72,15 +72,15 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
         members.setdefault((node.fabric, node.kind, node.gpu, node.processes, node.rate_bps), []).append(node)
     if not members:
         raise HolmesError("no node has a GPU or a slot for a process: there is nothing to make a cluster of")
-    found = []
+    result = []
     for name, alike in zip(_named(list(members.values())), members.values()):
         first = alike[0]
         others = [each[0] for each in members.values() if each is not alike
                   and each[0].fabric == first.fabric]
         shared = first.fabric and first.kind and others and all(other.kind == first.kind for other in others)
-        found.append(FoundCluster(name, tuple(node.name for node in alike), first.processes, first.kind,
-                                  first.gpu, first.rate_bps, _plain(first.fabric) if shared else ""))
-    return found
+        result.append(FoundCluster(name, tuple(node.name for node in alike), first.processes, first.kind,
+                                   first.gpu, first.rate_bps, _plain(first.fabric) if shared else ""))
+    return result
 
 
 def _named(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
@@ -115,7 +115,7 @@ def completed(
     known = [cluster.name for cluster in clusters]
     for name in (*kinds, *rates):
         if name not in known:
-            raise HolmesError(f"no cluster {name!r} was found; there are {some_of(known)}")
+            raise HolmesError(f"no cluster {name!r} was found; there are {some_of(known) or 'no new ones'}")
     for name, kind in kinds.items():
         if kind not in KINDS:
             raise HolmesError(f"kind of cluster {name!r}: {kind!r} is not one of {', '.join(KINDS)}")

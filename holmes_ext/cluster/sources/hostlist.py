@@ -25,15 +25,15 @@ def expand(text: str, where: str) -> list[str]:
     items = _ITEM.findall(text)
     if ",".join(items) != text:
         raise HolmesError(f"{where}: {text!r:.80} is not a list of hosts such as gpu[01-04],x1")
-    found: list[str] = []
+    result: list[str] = []
     for item in items:
         pieces = _PART.split(item)  # text, inside of brackets, text, ...
         choices = [list(_numbers(piece, text, where)) if place % 2 else [piece]
                    for place, piece in enumerate(pieces)]
-        if len(found) + prod(map(len, choices)) > MAX_NODES:
+        if len(result) + prod(map(len, choices)) > MAX_NODES:
             raise HolmesError(f"{where}: {text!r:.80} names more than {MAX_NODES} hosts")
-        found += map("".join, product(*choices))
-    return found
+        result += map("".join, product(*choices))
+    return result
 
 
 def _numbers(inside: str, text: str, where: str) -> Iterator[str]:

@@ -47,12 +47,12 @@ def read_nodes(path: str) -> list[FoundNode]:
     if not isinstance(items, list) or not all(isinstance(item, dict) and item.get("kind") == "Node"
                                               for item in items):
         raise HolmesError(f"{path}: not Kubernetes nodes; {_ADVICE}")
-    found = [node for item in items if (node := _node(item, path)) is not None]
-    if not found:
+    result = [node for item in items if (node := _node(item, path)) is not None]
+    if not result:
         raise HolmesError(
             f"{path}: no node has a GPU (label nvidia.com/gpu.count or resource {_GPU_RESOURCE}): is"
                           " NVIDIA's GPU operator or device plugin installed?")
-    return found
+    return result
 
 
 def _node(item: Mapping[str, Any], path: str) -> FoundNode | None:

@@ -55,7 +55,7 @@ def _feature(part: ChosenNodes, features: Features | None) -> str:
     features = features or {}
     members = set(part.all_nodes)
     for name in features.get(part.nodes[0], ()):
-        if {node for node, own in features.items() if name in own} == members:
+        if {node for node, feature in features.items() if name in feature} == members:
             return name
     return ""
 

@@ -1,6 +1,7 @@
 """What Slurm knows of its nodes: `scontrol show node`, `scontrol show topology`, `sinfo`.
 
-Kind of NIC: from features (ib, hdr, roce, ...), else asked for. Processes: GPUs of the gres, else none.
+Kind of NIC: from features (ib, hdr, roce, ...), else asked for. Processes: GPUs of the gres, else none; their
+type from there, else from a feature (h100).
 Fabric: the uppermost switch of the topology; where it joins nodes of different kinds, it is a switch that the
 site made up.
 """
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from packaging.version import Version
 
+from holmes_ext.cluster.gpu import KNOWN
 from holmes_ext.cluster.sources.found import FoundNode, gpu_name, kind_of
 from holmes_ext.cluster.sources.topology import Topology, parse_topology
 from holmes_ext.errors import HolmesError
@@ -94,18 +96,18 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
         if name not in known:
             raise HolmesError(f"--partition {name!r}: Slurm has no node in it; its partitions are"
                               f" {', '.join(sorted(known)) or 'none'}")
-    fabric_of, kinds = topology.fabric_of, {}
-    for record in records:
-        kinds[record["NodeName"]] = kind_of(_features(record))
+    fabric_of = topology.fabric_of
     found = []
     for record in records:
-        name, own = record["NodeName"], _words(record.get("Partitions"))
+        name, own, features = record["NodeName"], _words(record.get("Partitions")), _features(record)
         if partitions and not set(partitions).intersection(own):
             continue
         gpu, count = _gpus(record.get("Gres", ""))
-        groups = (*own, *_features(record))
-        found.append(FoundNode(name, count, kinds[name], gpu_name(gpu), fabric_of.get(name, ""), group=groups,
-                               why_not=_why_not(record.get("State", ""))))
+        if count and not gpu:
+            known = {gpu_name(feature) for feature in features}.intersection(KNOWN)
+            gpu = known.pop() if len(known) == 1 else ""
+        found.append(FoundNode(name, count, kind_of(features), gpu_name(gpu), fabric_of.get(name, ""),
+                               group=(*own, *features), why_not=_why_not(record.get("State", ""))))
     with_gpus = [node for node in found if node.processes]
     return with_gpus or [FoundNode(**{**vars(node), "processes": 1}) for node in found]
 

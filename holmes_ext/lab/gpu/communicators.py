@@ -1,12 +1,17 @@
-"""The communicators of a job, as NCCL made them: who is in each, on which network
-(csrc/nccl/communicators.cc)."""
+"""The communicators of a job, as NCCL made them (csrc/nccl/communicators.cc): who is in each, on which
+network, and which NIC of which node carried how many bytes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from holmes_ext.lab.network.shaping import LabNode
+
+#: In place of a network for a group whose ranks are on one node.
+INSIDE = "inside a node"
 
 
 @dataclass(frozen=True)
@@ -37,3 +42,60 @@ def read(directory: Path) -> list[Communicator]:
 
 def ranks_of(communicators: Iterable[Communicator]) -> dict[str, tuple[int | None, ...]]:
     return {communicator.name: communicator.ranks for communicator in communicators}
+
+
+@dataclass(frozen=True)
+class GroupNetwork:
+    """Communicators that are alike. ranks: of each of them; nodes: over how many nodes each goes; network:
+    NCCL's name, or INSIDE; nics: what that network is on these nodes, by the lab's file."""
+
+    group: str
+    ranks: tuple[tuple[int, ...], ...]
+    nodes: int
+    network: str
+    nics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NicBytes:
+    """What one NIC moved while the job ran. Bytes, headers and what TCP sent again included."""
+
+    node: str
+    nic: str
+    kind: str
+    received: int
+    sent: int
+
+
+def group_networks(communicators: Sequence[Communicator], nodes: Sequence[LabNode],
+                   processes: int) -> list[GroupNetwork]:
+    """nodes: in the launcher's order; processes: of each. A communicator of one rank uses none, and is left
+    out."""
+    found: dict[tuple[str, int, int, str, tuple[str, ...]], list[tuple[int, ...]]] = {}
+    for one in communicators:
+        ranks = tuple(rank for rank in one.ranks if rank is not None)
+        if len(one.ranks) < 2:
+            continue
+        places = sorted({rank // processes for rank in ranks})
+        network = one.network if len(places) > 1 else INSIDE
+        nics = _nics(network, [nodes[place] for place in places]) if len(places) > 1 else ()
+        found.setdefault((one.group, len(one.ranks), len(places), network, nics), []).append(ranks)
+    return [GroupNetwork(group, tuple(ranks), count, network, nics)
+            for (group, _, count, network, nics), ranks in found.items()]
+
+
+def _nics(network: str, nodes: Sequence[LabNode]) -> tuple[str, ...]:
+    """Interfaces that NCCL's network means on these nodes."""
+    fast = network == "IB"
+    return tuple(
+        sorted({nic.name for node in nodes for nic in node.nics if (nic.kind != "ethernet") == fast}))
+
+
+def nic_bytes(before: Mapping[str, Mapping[str, tuple[int, int]]],
+              after: Mapping[str, Mapping[str, tuple[int, int]]],
+              nodes: Sequence[LabNode]) -> list[NicBytes]:
+    """before, after: Lab.counters()."""
+    return [NicBytes(node.name, nic.name, nic.kind,
+                     *(after[node.name][nic.name][i] - before[node.name][nic.name][i]
+                        for i in (0, 1)))
+            for node in nodes for nic in node.nics]  # fmt: skip

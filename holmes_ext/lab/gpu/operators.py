@@ -86,7 +86,7 @@ def _write_stacks_when_asked() -> None:
     """The lab asks a job that hangs for its Python stacks (csrc/runtime/watch.cc)."""
     directory, rank = os.environ.get("HOLMES_GPU_WATCH"), os.environ.get("HOLMES_LAB_RANK")
     if directory and rank and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # else it is the program's
-        file = open(os.path.join(directory, f"rank{rank}.stack"), "w")
+        file = open(os.path.join(directory, f"rank{rank}.stack"), "a")
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 

@@ -18,7 +18,7 @@ LARGEST_BYTES = 256 * 2**20
 LATENCY_SHARE = 0.1
 #: Buckets on a GPU that have memory of their own at once (filled, reduced, on two levels in three steps,
 #: stored): the reducer fills no other before the first is stored.
-UNDER_WAY = 4
+BUCKETS_IN_FLIGHT = 4
 
 
 def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = LATENCY_SHARE) -> int:
@@ -33,7 +33,7 @@ def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = 
 def buffer_bytes(gradient_bytes: float) -> float:
     """At most, of the buckets of a rank that reduces so many bytes. (Gradients that travel as they are need
     less: they become views. A larger gradient than the limit counts as LARGEST_BYTES.)"""
-    return min(gradient_bytes, UNDER_WAY * LARGEST_BYTES)
+    return min(gradient_bytes, BUCKETS_IN_FLIGHT * LARGEST_BYTES)
 
 
 def cut(
@@ -49,10 +49,10 @@ def cut(
     filled: dict[Hashable, float] = {}
     for place, size in enumerate(sizes):
         key = keys[place] if keys else None
-        held, limit = filled.get(key, 0.0), limit_bytes if done else first_bytes or limit_bytes
-        if key in open_ and (held >= limit if exceed else held + size > limit):
+        filled_bytes, limit = filled.get(key, 0.0), limit_bytes if done else first_bytes or limit_bytes
+        if key in open_ and (filled_bytes >= limit if exceed else filled_bytes + size > limit):
             done.append(tuple(open_.pop(key)))
-            held = 0.0
+            filled_bytes = 0.0
         open_.setdefault(key, []).append(place)
-        filled[key] = held + size
+        filled[key] = filled_bytes + size
     return tuple(sorted([*done, *map(tuple, open_.values())], key=lambda bucket: bucket[-1]))

@@ -118,8 +118,8 @@ class Network:
         """What `make` gives, made once for each key."""
         if key not in self._known:
             self._known[key] = make()
-        found: T = self._known[key]
-        return found
+        result: T = self._known[key]
+        return result
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -155,7 +155,6 @@ class Network:
         key = frozenset(kinds)
         firsts = (self.names[kind][0] for kind in key)
 
-
         def fastest() -> Fabric:
             return self.site.fabric_by_name[self.measured.shared_fabric(firsts).name]
 
@@ -172,8 +171,8 @@ class Network:
         if not self.wan or fabric.name != ETHERNET:
             return ()
         loads: dict[Hop, float] = {}
-        for (one, two), flows in pairs.items():
-            for hop in self.wan.hops(one, two):
+        for (source, target), flows in pairs.items():
+            for hop in self.wan.hops(source, target):
                 loads[hop] = loads.get(hop, 0.0) + flows
         return tuple(loads.items())
 

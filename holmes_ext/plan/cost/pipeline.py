@@ -57,21 +57,21 @@ def in_flight(
     no more than those; 1F1B's own are the framework's to fit. pace_s: of stages that may take longer, instead
     of the slowest's.
     """
-    own = range(len(busy), 0, -1)
-    room = [max(one, least) for one, least in zip(most, own)] or [inf] * len(busy)
+    of_1f1b = range(len(busy), 0, -1)
+    room = [max(limit, least) for limit, least in zip(most, of_1f1b)] or [inf] * len(busy)
     fast, slow = max((*((pace_s,) if pace_s else busy), *load)), sum(busy) + 2 * sum(transfer)
 
-    def held(pace: float) -> list[int]:
-        return [min(count, micro_batches) for count in _held(busy, transfer, pace)]
+    def counts_at(pace: float) -> list[int]:
+        return [min(count, micro_batches) for count in _counts_at(busy, transfer, pace)]
 
-    found = held(fast)
-    if any(count > holds for count, holds in zip(found, room)):
+    counts = counts_at(fast)
+    if any(count > holds for count, holds in zip(counts, room)):
         for _ in range(30):  # bisection: a longer pace needs no more of them, the longest 1F1B's own
             middle = (fast + slow) / 2
-            enough = all(count <= holds for count, holds in zip(held(middle), room))
+            enough = all(count <= holds for count, holds in zip(counts_at(middle), room))
             fast, slow = (fast, middle) if enough else (middle, slow)
-        found = held(slow)
-    return tuple(found)
+        counts = counts_at(slow)
+    return tuple(counts)
 
 
 @lru_cache(maxsize=64)
@@ -82,14 +82,15 @@ def quickest_in_flight(
     """in_flight's, or as many as the mean stage's pace needs where that makes the step shorter: with few
     micro-batches faster stages work ahead, and messages have more time."""
     busy = [f + b for f, b in zip(forward, backward)]
-    found = in_flight(busy, transfer, micro_batches, load, most)
-    if micro_batches > SETTLED * found[0]:
-        return found
+    counts = in_flight(busy, transfer, micro_batches, load, most)
+    if micro_batches > SETTLED * counts[0]:
+        return counts
     more = in_flight(busy, transfer, micro_batches, load, most, sum(busy) / len(busy))
-    if more == found:
-        return found
-    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, held)) for held in (found, more))
-    return more if then < now * (1 - WORTH_MORE) else found
+    if more == counts:
+        return counts
+    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, numbers))
+                 for numbers in (counts, more))
+    return more if then < now * (1 - WORTH_MORE) else counts
 
 
 def both_ways(
@@ -113,26 +114,27 @@ def schedule(
     load: tuple[float, ...] = (), most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
     """quickest_in_flight's; () where the framework's own schedule is as fast and edges take little."""
-    found = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
+    result = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
     if max(transfer, default=0.0) > SMALL * max(f + b for f, b in zip(forward, backward)):
-        return found
-    own = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
-    if found == own:
+        return result
+    of_1f1b = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
+    if result == of_1f1b:
         return ()
-    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, held)) for held in (own, found))
-    return found if then < now * (1 - WORTH_MORE) else ()
+    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, numbers))
+                 for numbers in (of_1f1b, result))
+    return result if then < now * (1 - WORTH_MORE) else ()
 
 
-def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
+def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
     """in_flight's number for one pace; a stage that takes longer counts as if it did not."""
-    found, last = [1] * len(busy), len(busy) - 1
+    result, last = [1] * len(busy), len(busy) - 1
     for stage in reversed(range(last)):
         trip_s = min(busy[stage], pace_s)
         for other in range(stage + 1, last + 1):
             trip_s += min(busy[other], pace_s) + 2 * transfer[other - 1]
-            found[stage] = max(found[stage], found[other] - 1 + ceil(trip_s / pace_s - 0.02))
-        found[stage] = max(found[stage], len(busy) - stage)
-    return found
+            result[stage] = max(result[stage], result[other] - 1 + ceil(trip_s / pace_s - 0.02))
+        result[stage] = max(result[stage], len(busy) - stage)
+    return result
 
 
 def passes(

@@ -22,7 +22,7 @@ from holmes_ext.plan.sizes import INSIDE
 
 T = TypeVar("T")
 #: The fold of some stages, and their numbers there.
-Found = tuple[Fold, tuple[int, ...]]
+FoldedStages = tuple[Fold, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -50,38 +50,38 @@ class StageSums:
 
     # ------------------------------------------------------------------- what is alike
 
-    def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], Found]]:
+    def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], FoldedStages]]:
         """What tells these stages from others, and where their nodes' fold is found."""
         tied = placement.tied
         components = sorted({stage // tied for stage in stages})
         places = tuple(components.index(stage // tied) * tied + stage % tied for stage in stages)
         key = tuple(placement.parts[index] for index in components), placement.sizes
 
-        def found() -> Found:
+        def folded() -> FoldedStages:
             return self.network.remember(("fold", key), lambda: Fold(placement.alone(*components))), places
 
-        return (key, places), found
+        return (key, places), folded
 
-    def fold(self, placement: Placement, *stages: int) -> Found:
+    def fold(self, placement: Placement, *stages: int) -> FoldedStages:
         """Where the groups of these stages, and the edges between them, are found; their numbers there."""
         return self._stages(placement, *stages)[1]()
 
     def remember(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
         if (what, key) not in self.known:
             self.known[what, key] = make()
-        found: T = self.known[what, key]
-        return found
+        result: T = self.known[what, key]
+        return result
 
     # ------------------------------------------------------------------- reductions
 
     def reductions(self, placement: Placement) -> list[PricedReduction]:
         """Of each stage: the slowest of its groups."""
-        found = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
-        names = {(one.name, len(content)) for one, content in zip(found, placement.stages)}
+        result = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
+        names = {(priced.name, len(content)) for priced, content in zip(result, placement.stages)}
         if self.rules.alike and len(names) > 1 and any(name == TWO_LEVEL for name, _ in names):
             flat = StageSums(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
-        return found
+        return result
 
     def _reduction(self, placement: Placement, stage: int) -> PricedReduction:
         key, _ = self._stages(placement, stage)
@@ -89,27 +89,28 @@ class StageSums:
 
         def slowest() -> PricedReduction:
             every = self.sums(placement, stage)
-            across = [one for one in every if one.both is not None or self.network.across(one.family.kinds)]
-            twice = bool(across) and all(self._in_two_levels(one, size) for one in across)
-            chosen = [self._chosen(one, twice) for one in every]
-            return max(chosen, key=lambda one: one.seconds(size))
+            across = [group for group in every
+                      if group.both is not None or self.network.across(group.family.kinds)]
+            twice = bool(across) and all(self._in_two_levels(group, size) for group in across)
+            chosen = [self._chosen(group, twice) for group in every]
+            return max(chosen, key=lambda group: group.seconds(size))
 
         return self.remember("reduction", (key, self._together(placement, stage)), slowest)
 
-    def _in_two_levels(self, one: Sums, size: float) -> bool:
-        if one.both is None:
+    def _in_two_levels(self, sums: Sums, size: float) -> bool:
+        if sums.both is None:
             return False
-        return FLAT not in self.rules.reductions or one.both.seconds(size) < one.flat.seconds(size)
+        return FLAT not in self.rules.reductions or sums.both.seconds(size) < sums.flat.seconds(size)
 
-    def _chosen(self, one: Sums, twice: bool) -> PricedReduction:
-        if one.family.ranks == 1:
+    def _chosen(self, sums: Sums, twice: bool) -> PricedReduction:
+        if sums.family.ranks == 1:
             return NONE
-        sharded = self._sharded(one) if self.rules.zero else None
-        if twice and one.both is not None:
+        sharded = self._sharded(sums) if self.rules.zero else None
+        if twice and sums.both is not None:
             if sharded is not None and self.rules.gathers:
-                return replace(one.both, gather=sharded.gather)
-            return one.both
-        return sharded or one.flat
+                return replace(sums.both, gather=sharded.gather)
+            return sums.both
+        return sharded or sums.flat
 
     def _together(self, placement: Placement, stage: int) -> int:
         """Stages on the same nodes reduce at the same time: they share what lies between clusters."""
@@ -117,11 +118,11 @@ class StageSums:
 
     def sums(self, placement: Placement, stage: int) -> list[Sums]:
         """How the groups of a stage could sum: of each family."""
-        key, found = self._stages(placement, stage)
+        key, folded = self._stages(placement, stage)
         together = self._together(placement, stage)
 
         def made() -> list[Sums]:
-            fold, (place,) = found()
+            fold, (place,) = folded()
             families = fold.families(place)
             crossing = together * sum(family.count for family in families)
             return [self.sums_of(family, crossing, placement.sizes.pipeline) for family in families]
@@ -139,16 +140,16 @@ class StageSums:
             both = two_levels(network, family, size, *how, chunk_bytes=rules.bucket_bytes)
         return Sums(family, PricedReduction(load, FLAT if family.nodes > 1 else "local"), both, crossing)
 
-    def _sharded(self, one: Sums) -> Sharded:
+    def _sharded(self, sums: Sums) -> Sharded:
         known: dict[str, Any] = {"zero": self.rules.zero, "weights": self.job.weights}
         if self.rules.zero == 1 and self.rules.gathers:
             known["scatter_part"] = 1.0
-        parts = inside_clusters(self.network, one.family) if self.rules.hybrid else []
+        parts = inside_clusters(self.network, sums.family) if self.rules.hybrid else []
         if not parts:
-            return Sharded(one.flat.load, one.flat.name, **known)
-        rings = [self.network.ring(part, one.crossing, self.link_bps(part.kinds)) for part in parts]
+            return Sharded(sums.flat.load, sums.flat.name, **known)
+        rings = [self.network.ring(part, sums.crossing, self.link_bps(part.kinds)) for part in parts]
         slowest = max(rings, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
-        across = self.network.ring(owners(self.network, one.family), one.crossing)
+        across = self.network.ring(owners(self.network, sums.family), sums.crossing)
         return Sharded(slowest, "hybrid", **known, across=across, shards=parts[0].ranks)
 
     def link_bps(self, kinds: Iterable[int]) -> float:
@@ -156,5 +157,5 @@ class StageSums:
         key = "link", frozenset(kinds)
         if key not in self.known:
             self.known[key] = self.job.slowest([self.network.cluster(kind) for kind in key[1]]).link_bps
-        found: float = self.known[key]
-        return found
+        result: float = self.known[key]
+        return result

@@ -214,13 +214,13 @@ class StageCosts:
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
     """Pass by pass (one chunk a stage), with as many micro-batches in flight as hide the edges and fit the
     memory, or as asked for."""
-    held = tuple(asked) or costs.in_flight(stage_layers)
-    load, nics = (costs.hidden or (), costs.nics) if held else ((), ())
-    one = estimate(costs, stage_layers, partial(walked_ends, in_flight=held, load=load, nics=nics))
-    if not held:
-        return one
-    return replace(one, in_flight=held,
-                   memory_bytes=tuple(map(StageLoad.bytes_of, costs.loads(stage_layers), held)))
+    in_flight = tuple(asked) or costs.in_flight(stage_layers)
+    load, nics = (costs.hidden or (), costs.nics) if in_flight else ((), ())
+    step = estimate(costs, stage_layers, partial(walked_ends, in_flight=in_flight, load=load, nics=nics))
+    if not in_flight:
+        return step
+    return replace(step, in_flight=in_flight,
+                   memory_bytes=tuple(map(StageLoad.bytes_of, costs.loads(stage_layers), in_flight)))
 
 
 def estimate(
@@ -238,7 +238,7 @@ def estimate(
     reduction = [part + latency for part, latency in zip(total("reduction_s"), costs.latency_s)]
     exposed = [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)]
     times, chunks = (total("forward_s"), total("backward_s"), transfer), (costs.virtual, costs.load_s)
-    one = step_of(ends, *times, costs.micro_batches, reduction, exposed, costs.tied_wait_s, chunks)
+    step = step_of(ends, *times, costs.micro_batches, reduction, exposed, costs.tied_wait_s, chunks)
     memory = tuple(held + costs.working_bytes for held in total("memory"))
     fits = tuple(held <= limit for held, limit in zip(memory, costs.limit_bytes))
-    return replace(one, stage_layers=tuple(stage_layers), memory_bytes=memory, fits=fits)
+    return replace(step, stage_layers=tuple(stage_layers), memory_bytes=memory, fits=fits)

@@ -50,14 +50,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Answer:
-    """ways: identity, EPLB, placed. bound: no order within the limits costs less."""
+    """placements: identity, EPLB, placed. bound: no order within the limits costs less."""
 
-    ways: tuple[Placed, ...]
+    placements: tuple[Placed, ...]
     bound: float
 
     @property
     def best(self) -> Placed:
-        return self.ways[-1]
+        return self.placements[-1]
 
     @property
     def gap(self) -> float:
@@ -118,12 +118,12 @@ class _Problem:
         if not self.of_ranks:
             self.table = (self.table + self.table.T) / 2
             np.fill_diagonal(self.table, 0)
-        self.load, self.ways = self.table.sum(0), np.array(places.far)
+        self.load, self.placements = self.table.sum(0), np.array(places.far)
         self.room = np.array([len(ranks) * self.slots for ranks in places.of])
         self.first = [ranks[0] for ranks in places.of]
         self.place_of_rank = {rank: place for place, ranks in enumerate(places.of) for rank in ranks}
         self.eplb = self.packed(range(counts.experts), range(places.ranks))
-        self.far = self.ways[self.first][:, self.first]
+        self.far = self.placements[self.first][:, self.first]
         regions = list(dict.fromkeys(tuple(np.flatnonzero(row <= INSIDE)) for row in self.far))
         apart = sum(map(len, regions)) == len(self.far) and 1 < len(regions) < len(self.far)
         self.regions = [list(region) for region in regions] if apart else []
@@ -154,16 +154,16 @@ class _Problem:
 
     def place_of(self, held: dict[int, list[int]]) -> Any:
         """[experts] the place of each that is held."""
-        found = self.np.zeros(len(self.load), int)
+        result = self.np.zeros(len(self.load), int)
         for rank, experts in held.items():
-            found[experts] = self.place_of_rank[rank]
-        return found
+            result[experts] = self.place_of_rank[rank]
+        return result
 
     def held(self, place: Any) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        result: dict[int, list[int]] = {}
         for p, ranks in enumerate(self.places.of):
-            found |= self.packed(list(self.np.flatnonzero(place == p)), ranks)
-        return found
+            result |= self.packed(list(self.np.flatnonzero(place == p)), ranks)
+        return result
 
     def total(self, held: dict[int, list[int]], weights: Any) -> float:
         """Tokens times weights[rank, rank] of their ways."""
@@ -181,7 +181,7 @@ class _Problem:
                             for w in (self.places.crossing, self.places.moving))
         order = tuple(int(expert) for rank in sorted(held) for expert in held[rank])
         fullest = max(loads) / (self.load.sum() / len(loads) or 1.0)
-        return Placed(name, order, self.total(held, self.ways), float(crossing), float(moving),
+        return Placed(name, order, self.total(held, self.placements), float(crossing), float(moving),
                       float(fullest))
 
     # The program
@@ -208,7 +208,7 @@ class _Problem:
     def linear(self, seconds: float) -> tuple[Any, float]:
         """([experts] places or None, bound). First over regions (places INSIDE of each other), an expert for
         what its best place there costs: what bounds that bounds the whole."""
-        np, cost = self.np, self.table.T @ self.ways[:, self.first]  # [experts, places]
+        np, cost = self.np, self.table.T @ self.placements[:, self.first]  # [experts, places]
         if not self.regions:
             return self.program(cost, self.room, self.limits_of_regions, seconds)
         least = np.stack([cost[:, region].min(1) for region in self.regions], 1)

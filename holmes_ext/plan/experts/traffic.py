@@ -66,19 +66,19 @@ def load_traffic(path: str | Path) -> dict[int, Counts]:
     if rows not in (RANK, EXPERT):
         raise HolmesError(f"{top.at('rows')}: {rows!r} is neither {RANK!r} nor {EXPERT!r}")
     layers = _layers(top, "counts")
-    found = {}
+    result = {}
     for number, (where, table) in layers.items():
         try:
-            found[number] = Counts(rows, _numbers(table))
+            result[number] = Counts(rows, _numbers(table))
         except HolmesError as error:
             raise HolmesError(f"{where}: {error}") from None
-    return found
+    return result
 
 
 def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
     """Number -> (where it stands, what stands there): key `alone` for all layers, or table "layers"."""
     if alone in top.values:
-        found = {EVERY: (top.at(alone), top.take(alone, list))}
+        result = {EVERY: (top.at(alone), top.take(alone, list))}
     else:
         table = top.table("layers")
         wrong = next((key for key in table.values if not key.isdecimal() or not int(key)), None)
@@ -86,9 +86,9 @@ def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
             told = f"{wrong!r} is not the number of a layer, 1 or more" if wrong else "names no layer"
             raise HolmesError(
                 f"{top.at('layers')}: {told}; give {alone!r} for all layers, or layers by number")
-        found = {int(key): (table.at(key), table.take(key, list)) for key in table.values}
+        result = {int(key): (table.at(key), table.take(key, list)) for key in table.values}
     top.done()
-    return found
+    return result
 
 
 def _numbers(table: list[Any]) -> tuple[tuple[float, ...], ...]:

@@ -55,8 +55,8 @@ def quickest(
     room = tuple(max(own, max(held) if limit == inf else limit) for own, limit in zip(held, most))
     inputs = tuple(whole - later for whole, later in zip(backward, weights))
     times = Times(forward, inputs, weights, transfer, micro_batches, room)
-    found = solved(times, held)
-    return found if max(found.ends(times)) < now * (1 - WORTH_MORE) else None
+    pass_order = solved(times, held)
+    return pass_order if max(pass_order.ends(times)) < now * (1 - WORTH_MORE) else None
 
 
 def solved(times: Times, ahead: Sequence[int]) -> PassOrder:
@@ -102,15 +102,15 @@ def solved(times: Times, ahead: Sequence[int]) -> PassOrder:
     return PassOrder(tuple(map(_whole, range(len(ahead)), listed(times, best)[0])))
 
 
-def _near(rules: list[Rule], held: Sequence[int]) -> Iterator[list[Rule]]:
+def _near(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:
     """With one stage's rule changed."""
     for stage, rule in enumerate(rules):
         changes = [replace(rule, ahead=rule.ahead + by) for by in (1, -1, 2, -2)]
         changes += [replace(rule, late=rule.late + by) for by in (1, -1, 2, -2)]
         changes += [replace(rule, patience=value) for value in (0.0, 0.5, 1.0, inf) if value != rule.patience]
-        for one in changes:
-            if 1 <= one.ahead <= held[stage] and 0 <= one.late <= held[stage]:
-                yield [*rules[:stage], one, *rules[stage + 1 :]]
+        for change in changes:
+            if 1 <= change.ahead <= in_flight[stage] and 0 <= change.late <= in_flight[stage]:
+                yield [*rules[:stage], change, *rules[stage + 1 :]]
 
 
 def _whole(stage: int, order: list[OnePass]) -> tuple[OnePass, ...]:

@@ -75,7 +75,7 @@ class Fold:
     def _positions(self) -> Iterable[tuple[int, int]]:
         """Of a stage's ranks those that are looked at, and how many like each there are."""
         contents = dict.fromkeys(self.placement.stages)
-        borders = {end for own in contents for end in accumulate(ranks for _, ranks in own)}
+        borders = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
         self._borders = [0, *sorted(borders)]
         for low, high in zip(self._borders, self._borders[1:]):
             stop, like = high, 1

@@ -140,7 +140,7 @@ class Orders:
         for group in groups:
             ranks = [self.nodes[kind] * processes for kind in group]
             stages = sum(ranks) // size
-            if sum(ranks) % size or any(own % (stages * replica) for own in ranks):
+            if sum(ranks) % size or any(rank % (stages * replica) for rank in ranks):
                 return []
             whole = whole and all(own // stages % processes == 0 for own in ranks)
             slots += [(kind, own // stages // processes) for _ in range(stages)

@@ -45,17 +45,17 @@ def _next(
     homes: Sequence[str], later: set[str], size: int, most: int,
 ) -> dict[frozenset[tuple[str, int]], tuple[Gift, ...]]:
     """States with one class more."""
-    found: dict[frozenset[tuple[str, int]], tuple[Gift, ...]] = {}
+    result: dict[frozenset[tuple[str, int]], tuple[Gift, ...]] = {}
     steps = ((rests, shares) for rests in states for shares in _shares(count, len(homes), size))
     for rests, shares in islice(steps, most):
         now = dict(rests)
         for home, share in zip(homes, shares):
             now[home] = (now.get(home, 0) + share) % size
         open_rests = frozenset((home, rest) for home, rest in now.items() if rest)
-        if open_rests not in found and all(home in later for home, _ in open_rests):
+        if open_rests not in result and all(home in later for home, _ in open_rests):
             gifts = tuple((home, number, share) for home, share in zip(homes, shares) if share)
-            found[open_rests] = states[rests] + gifts
-    return found
+            result[open_rests] = states[rests] + gifts
+    return result
 
 
 def _shares(count: int, homes: int, size: int) -> Iterator[tuple[int, ...]]:

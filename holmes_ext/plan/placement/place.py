@@ -76,11 +76,11 @@ def fastest_first(network: Network) -> tuple[str, ...]:
 def classes_of(network: Network) -> dict[str, int]:
     """Node -> the first kind that it is interchangeable with."""
     first: dict[object, int] = {}
-    found = {}
+    result = {}
     for name, kind in network.kind_of.items():
         look = tuple(network.homes(kind)), network.cluster(kind) if network.wan else ""
-        found[name] = first.setdefault(look, kind)
-    return found
+        result[name] = first.setdefault(look, kind)
+    return result
 
 
 def _chain(network: Network, clusters: Sequence[str]) -> list[str]:
@@ -119,21 +119,21 @@ class _Search:
         """Whether it straddles; seconds of the step, and of one with rings only (small sums)."""
         placement = self.placement(parts)
         step_s = flat_s = self.prices.step_s(placement)
-        if any(one.name == TWO_LEVEL for one in self.prices.reductions(placement)):
+        if any(reduction.name == TWO_LEVEL for reduction in self.prices.reductions(placement)):
             flat_s = self.flat.step_s(placement)
         return self.prices.straddles(placement), step_s, flat_s
 
     def offer(self, parts: Sequence[Part], gain: float = ROUNDING) -> bool:
         """Take it if it straddles less, or no more and is faster by more than the fraction `gain`."""
-        found = self.score_of(parts)
-        better = found[0] < self.score[0]
-        compared = zip(found[1:], self.score[1:]) if found[0] == self.score[0] else ()
+        score = self.score_of(parts)
+        better = score[0] < self.score[0]
+        compared = zip(score[1:], self.score[1:]) if score[0] == self.score[0] else ()
         for seconds, known in compared:
             better = seconds < known * (1 - gain)
             if better or seconds > known * (1 + ROUNDING):
                 break
         if better:
-            self.best, self.score = tuple(parts), found
+            self.best, self.score = tuple(parts), score
         return better
 
     def swapped(self, parts: Sequence[Part]) -> bool:
@@ -147,7 +147,7 @@ class _Search:
         size = len(self.components[0])
         fabrics = {number: self.network.homes(number) for number in self.counts}
         packed = pack(self.counts, fabrics, size)
-        several = any(len(own) > 1 for own in fabrics.values())
+        several = any(len(fabric) > 1 for fabric in fabrics.values())
         if packed is not None and not several:
             self.arrange(packed, known)
         elif order_count(self.counts) <= fresh:

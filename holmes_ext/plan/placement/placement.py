@@ -29,12 +29,12 @@ def runs(kinds: Iterable[int]) -> Content:
 
 def joined(parts: Iterable[Run]) -> Content:
     """The same for runs, of which neighbours may be of one kind."""
-    found: list[Run] = []
+    runs: list[Run] = []
     for kind, count in parts:
-        if found and found[-1][0] == kind:
-            count += found.pop()[1]
-        found.append((kind, count))
-    return tuple(found)
+        if runs and runs[-1][0] == kind:
+            count += runs.pop()[1]
+        runs.append((kind, count))
+    return tuple(runs)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Placement:
                 stage, place = divmod(begin % block, self.stride)
                 whole = 0 if begin % block else (end - begin) // block
                 if whole:  # blocks of all stages
-                    for own in parts:
-                        own.append((kind, whole * self.stride))
+                    for part in parts:
+                        part.append((kind, whole * self.stride))
                     begin += whole * block
                     continue
                 taken = min(self.stride - place, end - begin)

@@ -86,13 +86,13 @@ def with_latency(site: Site, seconds: float) -> Site:
 def what_if(result: SearchResult) -> list[tuple[str, float]]:
     """(one change of the site, the step that the best of the first shapes then takes). The plans found are
     tried there too, so better hardware never takes longer."""
-    found = []
+    steps = []
     for what, changed in _changes(result):
         try:
-            found.append((what, _least_s(result, changed)))
+            steps.append((what, _least_s(result, changed)))
         except HolmesError:
             continue  # nothing fits there
-    return found
+    return steps
 
 
 def _least_s(result: SearchResult, changed: SearchResult) -> float:
@@ -103,15 +103,15 @@ def _least_s(result: SearchResult, changed: SearchResult) -> float:
     return min([best.step_s, *(_kept_s(changed, one) for one in again)])
 
 
-def _kept_s(changed: SearchResult, one: Candidate) -> float:
+def _kept_s(changed: SearchResult, candidate: Candidate) -> float:
     """Of a plan as it was, also with as many micro-batches in flight as it had; inf where it does not fit."""
-    again = changed.candidate(one.shape, one.placement, one.split)
+    again = changed.candidate(candidate.shape, candidate.placement, candidate.split)
     if not again.fits:
         return inf
     step_s = timed(changed, again).step_s
-    if not one.in_flight:
+    if not candidate.in_flight:
         return step_s
-    return min(step_s, folded_s(job_of(changed, again, in_flight=one.in_flight)))
+    return min(step_s, folded_s(job_of(changed, again, in_flight=candidate.in_flight)))
 
 
 def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
@@ -134,21 +134,22 @@ def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
         gpu = model.gpu_of(name)
         if gpu.flops < fastest:
             gpus = {**model.gpus, name: replace(gpu, flops=fastest)}
-            found = result.on(Network(site, links), replace(model, gpus=gpus))
-            yield f"GPUs of {name} as fast as the fastest", found
+            search_result = result.on(Network(site, links), replace(model, gpus=gpus))
+            yield f"GPUs of {name} as fast as the fastest", search_result
         if gpu.memory_bytes and result.misfits:
             gpus = {**model.gpus, name: replace(gpu, memory_bytes=2 * gpu.memory_bytes)}
-            found = result.on(Network(site, links), replace(model, gpus=gpus))
-            yield f"twice the memory on GPUs of {name}", found
-    for one, other in permutations(site.clusters, 2):
-        if len(site.clusters) <= MOST_CLUSTERS and sum(node.cluster == one for node in site.nodes) > 1:
-            yield f"one node moved from {one} to {other}", result.on(Network(_moved(site, one, other), links))
+            search_result = result.on(Network(site, links), replace(model, gpus=gpus))
+            yield f"twice the memory on GPUs of {name}", search_result
+    for source, target in permutations(site.clusters, 2):
+        if len(site.clusters) <= MOST_CLUSTERS and sum(node.cluster == source for node in site.nodes) > 1:
+            moved = _moved(site, source, target)
+            yield f"one node moved from {source} to {target}", result.on(Network(moved, links))
 
 
-def _moved(site: Site, one: str, other: str) -> Site:
+def _moved(site: Site, source: str, target: str) -> Site:
     """The last node of a cluster in another, attached as that one's nodes are."""
-    leaving = [node for node in site.nodes if node.cluster == one][-1]
-    there = [node for node in site.nodes if node.cluster == other][-1]
+    leaving = [node for node in site.nodes if node.cluster == source][-1]
+    there = [node for node in site.nodes if node.cluster == target][-1]
     stay = [node for node in site.nodes if node is not leaving]
     at = stay.index(there) + 1
-    return replace(site, nodes=(*stay[:at], replace(leaving, cluster=other, ports=there.ports), *stay[at:]))
+    return replace(site, nodes=(*stay[:at], replace(leaving, cluster=target, ports=there.ports), *stay[at:]))

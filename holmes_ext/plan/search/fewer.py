@@ -38,39 +38,39 @@ NEAR = 1.2
 
 
 def best_use(
-    found: SearchResult, spec: SiteSpec, end: float, progress: Progress | None = None, rows: int = 10
+    on_all: SearchResult, spec: SiteSpec, end: float, progress: Progress | None = None, rows: int = 10
 ) -> SearchResult:
-    """`found`, a first look at all nodes of `spec`, with a certificate when time.monotonic() is `end`; or
+    """`on_all`, a first look at all nodes of `spec`, with a certificate when time.monotonic() is `end`; or
     what is found on fewer nodes where these are faster, with `on_all` set. Ctrl-C: the best so far, with
     `interrupted` set. rows: of search()."""
-    begin, found = time.monotonic(), with_spread(found)
-    fewer, stopped = _on_fewer(found, spec, begin + FIRST * (end - begin), rows)
+    begin, on_all = time.monotonic(), with_spread(on_all)
+    fewer, stopped = _on_fewer(on_all, spec, begin + FIRST * (end - begin), rows)
     if fewer is None:
-        return replace(found, interrupted=True) if stopped else proven(found, end, progress)
-    if not stopped and found.best.step_s < NEAR * fewer.best.step_s:
-        found = proven(found, (time.monotonic() + end) / 2, progress)
-        stopped = found.interrupted
+        return replace(on_all, interrupted=True) if stopped else proven(on_all, end, progress)
+    if not stopped and on_all.best.step_s < NEAR * fewer.best.step_s:
+        on_all = proven(on_all, (time.monotonic() + end) / 2, progress)
+        stopped = on_all.interrupted
     if not stopped:
         fewer = proven(fewer, end, progress)
         stopped = fewer.interrupted
-    if found.best.step_s <= fewer.best.step_s:
-        return replace(found, interrupted=stopped)
-    return replace(fewer, on_all=found, interrupted=stopped)
+    if on_all.best.step_s <= fewer.best.step_s:
+        return replace(on_all, interrupted=stopped)
+    return replace(fewer, on_all=on_all, interrupted=stopped)
 
 
 def _on_fewer(
-    found: SearchResult, spec: SiteSpec, end: float, rows: int
+    result: SearchResult, spec: SiteSpec, end: float, rows: int
 ) -> tuple[SearchResult | None, bool]:
     """(a first look at the nodes with which the job is faster than with all; None where there are none;
     whether Ctrl-C ended that), as far as was seen when time.monotonic() is `end`."""
-    sets, stopped = _Sets(found, spec, end, rows), False
+    sets, stopped = _Sets(result, spec, end, rows), False
     try:
         sets.look(sets.of_clusters())
         while sets.look(sets.one_less()):
             pass
     except KeyboardInterrupt:
         stopped = True
-    return None if sets.best is found else sets.best, stopped
+    return None if sets.best is result else sets.best, stopped
 
 
 class _Sets:
@@ -115,7 +115,7 @@ class _Sets:
     def look(self, sets: Iterable[Counts]) -> bool:
         """Whether one of them is faster; the most FLOP/s first, of equal ones those of the first clusters."""
         before = self.best
-        for counts in sorted({*sets}, key=lambda one: (self._floor_s(one), [-count for count in one])):
+        for counts in sorted({*sets}, key=lambda some: (self._floor_s(some), [-count for count in some])):
             if self._floor_s(counts) >= self.best.best.step_s or time.monotonic() > self.end:
                 break
             if (like := self._like(counts)) not in self.seen:
@@ -132,7 +132,7 @@ class _Sets:
 
     def _first_look(self, counts: Counts) -> SearchResult | None:
         """None where nothing fits, or can be faster."""
-        names = {name for one, count in zip(self.spec.clusters, counts) for name in one.nodes[:count]}
+        names = {name for cluster, count in zip(self.spec.clusters, counts) for name in cluster.nodes[:count]}
         spec = self.spec.only(names)
         asked = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
         how = asked.network, asked.model, asked.global_batch, asked.limits

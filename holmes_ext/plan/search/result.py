@@ -185,10 +185,10 @@ class SearchResult:
     ) -> Candidate:
         prices = self.prices(shape, flat)
         costs = prices.costs(placement)
-        one = estimate(costs, split)
+        step = estimate(costs, split)
         names = tuple(reduction.name for reduction in prices.reductions(placement))
-        memory = one.memory_bytes, costs.limit_bytes
-        return Candidate(shape, placement, tuple(split), one.step_s, *memory, names, flat=flat)
+        memory = step.memory_bytes, costs.limit_bytes
+        return Candidate(shape, placement, tuple(split), step.step_s, *memory, names, flat=flat)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_prices"}
@@ -206,14 +206,14 @@ class SearchResult:
         layers = split or uniform(self.model.layers, shape.pipeline)
         return stock, stock.candidate(shape, placement, layers)
 
-    def with_known(self, one: Candidate) -> SearchResult:
+    def with_known(self, candidate: Candidate) -> SearchResult:
         """With a candidate that others told, where it is in the space and better than what was found."""
-        quicker = one.simulated_s and one.fits and one.step_s < self.best.step_s
-        if not quicker or one.shape not in self.ideals or self.certificate is None:
+        quicker = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
+        if not quicker or candidate.shape not in self.ideals or self.certificate is None:
             return self
-        bound_s = min(one.step_s, self.certificate.bound_s)
-        certificate = Certificate(one.step_s, bound_s)
-        return replace(self, candidates=[replace(one), *self.candidates], certificate=certificate)
+        bound_s = min(candidate.step_s, self.certificate.bound_s)
+        certificate = Certificate(candidate.step_s, bound_s)
+        return replace(self, candidates=[replace(candidate), *self.candidates], certificate=certificate)
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
         """The same on another network, nothing found."""

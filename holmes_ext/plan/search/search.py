@@ -58,12 +58,12 @@ def search(
     begin = time.monotonic()
     sketch = Sketch(result, rows, only)
     try:
-        found = sketch.run(FIRST * seconds if simulate else seconds, progress, simulate)
-        if prove and simulate and not found.interrupted:
-            found = proven(found, begin + seconds, progress)
+        first_look = sketch.run(FIRST * seconds if simulate else seconds, progress, simulate)
+        if prove and simulate and not first_look.interrupted:
+            first_look = proven(first_look, begin + seconds, progress)
     finally:
         result.seconds = time.monotonic() - begin
-    return replace(found, seconds=time.monotonic() - begin)
+    return replace(first_look, seconds=time.monotonic() - begin)
 
 
 def proven(result: SearchResult, end: float, progress: Progress | None = None) -> SearchResult:
@@ -105,7 +105,7 @@ class _Proof:
         self.heap: list[tuple[float, int, Item]] = []
         self.early: list[tuple[int, float, int, float, Item]] = []
         self.early_left = [len(result.ideals), *EARLY]
-        self.candidates = {one.key: one for one in result.candidates}
+        self.candidates = {candidate.key: candidate for candidate in result.candidates}
         self.pool: ProcessPoolExecutor | None = None
         self.current: dict[Future[Found], tuple[float, Item, bool]] = {}
 
@@ -191,7 +191,7 @@ class _Proof:
                 self.candidates[one.key] = one
         again = any(isinstance(item, PlacedShape) and item.closer for _, item in items)
         self.done += not again
-        best = min([self.best, *(one.simulated_s for one in candidates)])
+        best = min([self.best, *(candidate.simulated_s for candidate in candidates)])
         if best < self.best * (1 - GAIN):
             self.improved = self.done
         self.best = best

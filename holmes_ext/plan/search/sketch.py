@@ -182,11 +182,11 @@ def simulate_first(result: SearchResult, count: int = COUNT, rows: int = 1) -> S
     """With the fastest shapes simulated and first, of `rows` also those that are not much slower, and a
     certificate by the shapes' bounds."""
     left, best, layers = WORK, inf, result.model.layers
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     rest: list[Candidate] = []
     for number, one in enumerate(result.candidates):
-        far = one.formula_s >= (best if len(found) >= rows else FAR * best)
-        if len(found) == count or far:
+        far = one.formula_s >= (best if len(candidates) >= rows else FAR * best)
+        if len(candidates) == count or far:
             rest += result.candidates[number:]
             break  # the closed form seldom says more than the simulation
         work = passes(one.shape, layers) * (UNEVEN if result.network.wan else 1)
@@ -195,13 +195,13 @@ def simulate_first(result: SearchResult, count: int = COUNT, rows: int = 1) -> S
             rest.append(one)
             continue
         left -= work
-        found.append(timed(result, one))
-        best = min(best, found[-1].step_s)
-    found.sort(key=lambda one: one.simulated_s)
+        candidates.append(timed(result, one))
+        best = min(best, candidates[-1].step_s)
+    candidates.sort(key=lambda one: one.simulated_s)
     if result.user_layout is not None:
         result = replace(result, user_layout=timed(result, result.user_layout))
     bound = min(result.ideals.values(), default=0.0)
-    every = [*found, *rest]
+    every = [*candidates, *rest]
     certificate = Certificate(every[0].step_s, min(bound, every[0].step_s))
     return replace(result, candidates=every, certificate=certificate)
 

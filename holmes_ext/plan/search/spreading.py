@@ -36,7 +36,7 @@ def with_spread(result: SearchResult) -> SearchResult:
                 ShapeBound(result.network, result.prices(one.shape), one.shape).computing_s()
                 < result.best.step_s):
             fastest.setdefault((one.shape.pipeline, one.shape.tensor * one.shape.context), one)
-    known = {one.placement.stages for one in result.candidates}
+    known = {candidate.placement.stages for candidate in result.candidates}
     found = []
     for one in islice(fastest.values(), SHAPES):
         other = _spread(result, one)
@@ -48,24 +48,24 @@ def with_spread(result: SearchResult) -> SearchResult:
                    certificate=Certificate(best, min(best, result.certificate.bound_s)))
 
 
-def _spread(result: SearchResult, one: Candidate) -> Candidate | None:
+def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
     """`one` with its nodes spread; None where stages do not hold whole nodes, or nothing crosses faster."""
-    network, shape, job = result.network, one.shape, result.prices(one.shape).job
+    network, shape, job = result.network, candidate.shape, result.prices(candidate.shape).job
     processes, size = network.processes, network.world // shape.pipeline
-    if size % processes or one.placement.tied > 1 or processes % (shape.tensor * shape.context):
+    if size % processes or candidate.placement.tied > 1 or processes % (shape.tensor * shape.context):
         return None
     sent = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor
     reduced = shape.tensor * (0.5 if shape.zero else 1.0) * job.total_bytes / shape.pipeline
     crossing = Crossing(network, sent, reduced)
-    parts = one.placement.parts
+    parts = candidate.placement.parts
     now = tuple(tuple(sorted(kind for kind, count in part for _ in range(count))) for part in parts)
     chain = tuple(dict.fromkeys(kind for part in parts for kind, _ in part))
     stages, seconds = spread(list(map(len, network.names)), shape.pipeline, crossing.seconds, TRIES, chain)
     if seconds >= crossing.seconds(now) * (1 - EQUAL):
         return None
-    found = result.candidate(shape, laid(stages, one.placement.sizes, processes), one.split)
-    costs = result.costs(found)
-    return found if all(estimate(costs, one.split).fits) else None
+    spread_out = result.candidate(shape, laid(stages, candidate.placement.sizes, processes), candidate.split)
+    costs = result.costs(spread_out)
+    return spread_out if all(estimate(costs, candidate.split).fits) else None
 
 
 class Crossing:

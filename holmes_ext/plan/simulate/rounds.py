@@ -73,7 +73,7 @@ def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: in
                     1, way_s, bits / streams, limit, uses, latency_s=way_s)
     templates |= dict.fromkeys(("go", "done"), Transfer(len(runners), latency_s=2 * farthest_s))
     transfers = Transfers(templates)
-    training = [list(_training(job, one, alone, delay)) for job, one in enumerate(runners)]
+    training = [list(_training(job, runner, alone, delay)) for job, runner in enumerate(runners)]
     Simulation([*training, *(list(_rounds(job, jobs)) for job in jobs)], transfers, capacities).run()
 
     def at(what: str, job: int, number: int = _ROUNDS[-1]) -> float:
@@ -87,13 +87,13 @@ def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: in
     return RoundSeconds(round_s, waited[slowest], max(0.0, longer))
 
 
-def _training(job: int, one: Runner, alone: int, delay: int) -> Iterator[Op]:
+def _training(job: int, runner: Runner, alone: int, delay: int) -> Iterator[Op]:
     for number in _ROUNDS:
-        yield ("compute", "forward", alone * one.step_s, -1, 0)
+        yield ("compute", "forward", alone * runner.step_s, -1, 0)
         yield ("post", ("off", job, number))
         for piece in range(_PIECES):
-            yield ("compute", "forward", delay * (one.step_s - one.ethernet_s) / _PIECES, -1, 0)
-            if delay * one.ethernet_s:
+            yield ("compute", "forward", delay * (runner.step_s - runner.ethernet_s) / _PIECES, -1, 0)
+            if delay * runner.ethernet_s:
                 yield ("post", (("own", job), number, piece))
                 yield ("wait", (("own", job), number, piece), "reduce", -1)
         yield ("post", ("there", job, number))

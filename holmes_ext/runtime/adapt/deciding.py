@@ -1,7 +1,7 @@
 """Rank 0's part of a plan that learns: what the ranks measured -> what to change, and the lines about it.
 
-    reports of a window -> Profile -> Judge      micro-batches in flight (where the engine tells passes)
-                        -> Summed  -> SumJudge   how gradients are summed (reducers that follow the plan)
+    reports of a window -> Profile -> PipelineEvaluator  micro-batches in flight (engine tells passes)
+                        -> Summed  -> SumEvaluator       how gradients are summed (reducers that follow it)
 
 One change is tried at a time, so that what it brought is its own.
 """
@@ -17,8 +17,17 @@ from math import ceil
 from typing import Any
 
 from holmes_ext.document import Table
-from holmes_ext.plan.adapt import Change, Judge, Restart, Room, Trials, better_split, differ, measured
-from holmes_ext.plan.adapt_sums import SumChange, SumJudge, Summed
+from holmes_ext.plan.adapt import (
+    Change,
+    PipelineEvaluator,
+    Restart,
+    Room,
+    Trials,
+    better_split,
+    differ,
+    measured,
+)
+from holmes_ext.plan.adapt_sums import RoundsApart, SumChange, SumEvaluator, Summed
 from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import walked_ends
@@ -32,6 +41,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime.adapt.edges import edges_of
 from holmes_ext.runtime.measure.profile_file import merge
+from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.restart import why_not
 
@@ -45,11 +55,14 @@ CHANGES: dict[str, type[Changes]] = {"in flight": Change, "sums": SumChange, "re
 class Deciding:
     """Of a job of complete `sizes`. tell: prints a line; put: keeps a document in the telemetry's file."""
 
-    def __init__(self, current: Session, sizes: Sizes, carrier: str, tell: Callable[[str], None],
+    def __init__(self, current: Session, sizes: Sizes, network_api: str, tell: Callable[[str], None],
                  put: Callable[[dict[str, Any]], None]):
-        self.current, self.sizes, self.carrier, self.tell, self.put = current, sizes, carrier, tell, put
-        known = carrier, current.options, current.engine
-        self.judge, self.sums = Judge(*known), SumJudge(*known)
+        self.current, self.sizes, self.network_api = current, sizes, network_api
+        self.tell, self.put = tell, put
+        known = network_api, current.options, current.engine
+        outer = apart_settings(current.options)
+        rounds = RoundsApart(outer.every, outer.fragments, outer.delay) if outer is not None else None
+        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known, rounds)
         self._edges: dict[int, float] = {}
         self._told: set[str] = set()
         self._busy: list[float] = []  # of the stages, when layers and model were last looked at
@@ -71,17 +84,19 @@ class Deciding:
             profile, learned = self._measured(plan, known)
             self._look(profile, learned)
             if self.sums.trials.running is None and wants_in_flight(self.current):
-                change = held = self.judge.next(learned, step_s)
-                self._tell_ended(self.judge.trials)
+                change = held = self.evaluator.next(learned, step_s)
+                self._tell_ended(self.evaluator.trials)
                 if held is not None:
-                    self._taken = partial(self.judge.taken, held, learned)
-        if change is None and self.judge.trials.running is None:
+                    self._taken = partial(self.evaluator.taken, held, learned)
+        if change is None and self.evaluator.trials.running is None:
             if summed := self._summed(known, learned):
                 change = sums = self.sums.next(plan, summed, step_s)
                 self._tell_ended(self.sums.trials)
+                if reason := summed[0].why_not_apart:
+                    self._tell_once("--holmes-apart is left off:", reason)
                 if sums is not None:
-                    self._taken = partial(self.sums.taken, sums, plan, summed)
-        if change is None and self._restart is not None and not (self.judge.trials.running
+                    self._taken = partial(self._takes_sums, sums, plan, summed)
+        if change is None and self._restart is not None and not (self.evaluator.trials.running
                                                                  or self.sums.trials.running):
             change, self._taken = self._restart, self._restarts
         if change is None:
@@ -96,6 +111,12 @@ class Deciding:
     def taken(self) -> None:
         """All ranks go on with what was proposed last."""
         self._taken()
+
+    def _takes_sums(self, change: SumChange, plan: Plan, summed: list[Summed]) -> None:
+        self.sums.taken(change, plan, summed)
+        if change.together:
+            times = f"a step will take {change.then_s:.4g} s, apart it took {change.now_s:.4g}"
+            self.tell(f"the clusters are one job again: {times}")
 
     def _restarts(self) -> None:
         self._restart, self._will_restart = None, True
@@ -114,7 +135,7 @@ class Deciding:
         ends: list[float] = [0.0] * self.sizes.pipeline
         if learned is not None:
             loads, edges = learned.loads, self._decided_edges(learned)
-            held = learned.traffic_of(self.carrier).in_flight or tuple(range(len(loads), 0, -1))
+            held = learned.traffic_of(self.network_api).in_flight or tuple(range(len(loads), 0, -1))
             ends = list(walked_ends([load.forward_s for load in loads], [load.backward_s for load in loads],
                                     edges, learned.workload.micro_batches, held))
         found = []
@@ -128,11 +149,13 @@ class Deciding:
             found.append(Summed(
                 Table(every[0]["way"], "report").into(Reduction), max(one["bytes"] for one in every),
                 min(one["seconds"] for one in every), min(one["exposed"] for one in every), busy,
-                end_s - min(ends)))
+                end_s - min(ends), max(one["why_not_apart"] for one in every),
+                min(one["round_s"] for one in every)))
         return found
 
     def _decided_edges(self, learned: Plan) -> tuple[float, ...]:
-        return decisions(learned, self.carrier, self.current.options, self.current.engine).edge_seconds()[0]
+        options, engine = self.current.options, self.current.engine
+        return decisions(learned, self.network_api, options, engine).edge_seconds()[0]
 
     def _look(self, profile: Profile, learned: Plan) -> None:
         """What is kept for the next run, and told of a restart, where the passes are others than before."""
@@ -170,8 +193,8 @@ class Deciding:
         """What only a restart can change: layers of each stage. All ranks are asked for it where the options
         say so, else it is told."""
         plan, layers = self.current.plan_for(self.sizes), [len(stage.blocks) for stage in profile.stages]
-        network = Network(site_of(plan, self.carrier))
-        rules = rules_of(self.current.engine, self.current.options, self.carrier == SOCKETS)
+        network = Network(site_of(plan, self.network_api))
+        rules = rules_of(self.current.engine, self.current.options, self.network_api == SOCKETS)
         prices = Prices(network, RankModel.of_workload(profile.workload(), self.sizes), rules)
         costs = costs_of(prices, network.placement(plan.nodes, self.sizes), None, profile, overlap=False)
         self._restart, options = None, self.current.options

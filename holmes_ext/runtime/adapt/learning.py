@@ -29,6 +29,7 @@ from holmes_ext.runtime.adapt.sums import SumWindow, fits
 from holmes_ext.runtime.adapt.vote import KEEP, TAKE, Boundary, Stopped, Vote
 from holmes_ext.runtime.adapt.window import Stage, Window
 from holmes_ext.runtime.measure import telemetry
+from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start import restart
 from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect
@@ -41,19 +42,19 @@ MOST_STARTS = 50
 
 
 class Learning:
-    """Of one rank. carrier: of the pipeline's groups, of the data-parallel ones where there is no pipeline;
-    tell: prints a line, on rank 0; put: keeps a document in the telemetry's file."""
+    """Of one rank. network_api: of the pipeline's groups; of the data-parallel ones where there is no
+    pipeline; tell: prints a line, on rank 0; put: keeps a document in the telemetry's file."""
 
-    def __init__(self, current: Session, sizes: Sizes, carrier: str, stage: Stage,
+    def __init__(self, current: Session, sizes: Sizes, network_api: str, stage: Stage,
                  recorder: telemetry.Recorder,
                  open_store: Callable[[], Any], tell: Callable[[str], None],
                  put: Callable[[dict[str, Any]], None],
                  start: int = 1):
         self.current, self.sizes = current, sizes
-        self.carrier, self.stage = carrier, stage
+        self.network_api, self.stage = network_api, stage
         self.recorder = recorder
         self.tell, self.put, self.stopped, self._start = tell, put, threading.Event(), start
-        self.deciding = Deciding(current, sizes, carrier, tell, put)
+        self.deciding = Deciding(current, sizes, network_api, tell, put)
         self.boundary = Boundary(self._verdict_now)
         self._open_store = open_store
         self._steps: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
@@ -77,8 +78,8 @@ class Learning:
         elif change is not None:
             sums = isinstance(change, SumChange)
             plan = self.current.plan_for(self.sizes)
-            held = list(plan.traffic_of(self.carrier).in_flight)
-            self.current.adopt(self.sizes, change.adapted(plan, self.carrier), sums)
+            held = list(plan.traffic_of(self.network_api).in_flight)
+            self.current.adopt(self.sizes, change.adapted(plan, self.network_api), sums)
             if self.current.rank == 0:
                 after = {"before": held, "in_flight": held, "sums": change.text} if sums else {
                     "before": change.before, "in_flight": change.in_flight}
@@ -133,24 +134,24 @@ class Learning:
 
     def _measure(self, first: int) -> dict[str, Any]:
         """Of LENGTH steps from step `first` on."""
-        held = self.current.plan_for(self.sizes).traffic_of(self.carrier).in_flight
+        held = self.current.plan_for(self.sizes).traffic_of(self.network_api).in_flight
         window, count = Window(self.stage, self.recorder, held[self.stage.stage] if held else 0), 0
         sums = SumWindow(self.current, self.recorder)
         while count < LENGTH:
             item = self._steps.get()
             if item is None:
                 raise Stopped
-            if item[0] >= first:
+            if item[0] >= first and sums.step(*item[3:]):
                 window.step(*item[1:])
-                sums.step(*item[3:])
                 count += 1
         return {**window.report(), "sums": sums.report()}
 
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
         change = change_of(proposal)
-        if isinstance(change, SumChange) and not fits(change, self.recorder):
-            return False
         current = self.current
+        outer = apart_settings(current.options)
+        if isinstance(change, SumChange) and not fits(change, self.recorder, outer.fragments if outer else 1):
+            return False
         if isinstance(change, Restart) and restart.why_not(current.process, current.options, current.engine,
                                                            os.environ):
             return False
@@ -179,16 +180,16 @@ class _Running:
     starts = 0
 
 
-def begin_step(current: Session, sizes: Sizes, micro_batches: int, carrier: str,
+def begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api: str,
                describe: Callable[[], Stage]) -> None:
     """A training step of a pipeline of complete `sizes` begins, the same on all ranks; the first one, and the
     first with other sizes or micro-batches, starts the learning where the options ask for it. describe: what
     its engine tells."""
     if sizes.pipeline > 1:
-        _begin_step(current, sizes, micro_batches, carrier, describe)
+        _begin_step(current, sizes, micro_batches, network_api, describe)
 
 
-def _begin_step(current: Session, sizes: Sizes, micro_batches: int, carrier: str,
+def _begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api: str,
                 describe: Callable[[], Stage]) -> None:
     recorder = telemetry.recorder
     if not wanted(current) or recorder is None:
@@ -201,9 +202,10 @@ def _begin_step(current: Session, sizes: Sizes, micro_batches: int, carrier: str
         _Running.key, _Running.starts = (sizes, micro_batches), _Running.starts + 1
         if _Running.starts > MOST_STARTS:
             return
-        recorder.on_gpu(carrier == VERBS)
+        recorder.on_gpu(network_api == VERBS)
         _Running.learning = Learning(
-            current, sizes, carrier, describe(), recorder, lambda: connect(current.process, STORE_S), _say,
+            current, sizes, network_api, describe(), recorder,
+            lambda: connect(current.process, STORE_S), _say,
             recorder.on_round or (lambda document: None), _Running.starts,
         )
     assert _Running.learning is not None
@@ -211,7 +213,7 @@ def _begin_step(current: Session, sizes: Sizes, micro_batches: int, carrier: str
         _Running.learning.begin_step()
 
 
-def begin_sums(current: Session, ranks: tuple[int, ...], carrier: str, reducer: object) -> None:
+def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reducer: object) -> None:
     """A step of `reducer`'s begins, which sums over `ranks`: the job's, where it is data-parallel alone and
     this is its only reducer; in a pipeline its engine tells (begin_step)."""
     world = current.plan.world_size
@@ -222,7 +224,7 @@ def begin_sums(current: Session, ranks: tuple[int, ...], carrier: str, reducer: 
     if _Running.reducer is None or _Running.reducer() is None:
         _Running.reducer = weakref.ref(reducer)
     if _Running.reducer() is reducer:
-        _begin_step(current, sizes, 1, carrier, lambda: Stage("torch", 0, 1, 1, {}, {current.rank: 0}))
+        _begin_step(current, sizes, 1, network_api, lambda: Stage("torch", 0, 1, 1, {}, {current.rank: 0}))
 
 
 def wanted(current: Session) -> bool:

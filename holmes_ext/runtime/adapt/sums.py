@@ -12,12 +12,16 @@ from dataclasses import asdict
 from typing import Any
 
 from holmes_ext.plan.adapt_sums import SumChange
-from holmes_ext.plan.cost.buckets import UNDER_WAY
+from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime.adapt.window import MARGIN, waited_s
 from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s
 
+#: Describes the groups that clusters sum in while they are apart.
+APART = "apart"
+#: Three float32 of each weight of a fragment, in bytes of its gradient of 16 bits.
+WIDE = 6
 #: Part of the largest sum's bytes below which a sum is none of gradients.
 SMALL = 1 / 64
 
@@ -31,17 +35,22 @@ class SumWindow:
         self._done: DoneReduction | None = None
 
     def step(self, done: Sequence[Op], spans: Sequence[tuple[str, float, float]],
-             reduction: dict[str, Any] | None) -> None:
+             reduction: dict[str, Any] | None) -> bool:
+        """Whether it counts: not one in which a round of clusters that are apart came to its end."""
         ways = [(ranks, one) for ranks, one in self.current.reductions.items() if one.follows]
         launched = [end for kind, _, end in spans if kind == LAST_BUCKET]
         if not ways or (reduction is None and not launched):
-            return
+            return True
         ranks, self._done = max(ways, key=lambda pair: pair[1].bytes)
         flat = [op for op in done if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"]
         least = SMALL * max((op.payload for op in flat), default=0)
         ops = [op for op in flat if op.payload >= least]
         parts = (op for op in done if "two-level" in op.group.description)
         ops += [op for op in parts if set(op.group.ranks) <= set(ranks)]
+        if self._done.planned.apart:
+            if any(op not in flat or op.payload >= SMALL * self._done.bytes for op in ops):
+                return False
+            ops = [op for op in done if op.group.description == APART]
         by_network: dict[str, list[tuple[float, float]]] = {}
         for op in ops:
             by_network.setdefault(op.group.transport.fabric, []).append((op.start, op.end))
@@ -52,6 +61,7 @@ class SumWindow:
         else:
             exposed = reduction.get("exposed", waited_s(ops, spans))
         self._steps.append((seconds, exposed, busy))
+        return True
 
     def report(self) -> dict[str, Any] | None:
         """As plan/adapt_sums.py's Summed, medians; None where nothing here follows the plan."""
@@ -60,28 +70,33 @@ class SumWindow:
         seconds, exposed, busy = zip(*self._steps)
         return {
             "way": asdict(self._done.planned), "bytes": self._done.bytes,
+            "why_not_apart": self._done.why_not_apart, "round_s": self._done.round_s,
             "seconds": statistics.median(seconds), "exposed": statistics.median(exposed),
             "busy": {name: statistics.median(one.get(name, 0.0) for one in busy) for name in busy[-1]},
         }
 
 
-def fits(change: SumChange, recorder: Recorder) -> bool:
-    """Whether this rank's GPU has room for buckets and chunks that are larger than before: by what torch
-    tells, and by asking it for them once (memory in pieces, another program on the same GPU)."""
+def fits(change: SumChange, recorder: Recorder, fragments: int = 1) -> bool:
+    """Whether this rank's GPU has room for buckets and chunks that are larger than before, and for one of the
+    fragments that cross while clusters are apart: by what torch tells, and by asking it for them once (memory
+    in pieces, another program on the same GPU)."""
     if not recorder.spans_on_device:
         return True
     import torch
 
     pairs = zip(change.before, change.after)
-    more = max(after.bucket_bytes + after.chunk_bytes - before.bucket_bytes - before.chunk_bytes
-               for before, after in pairs)
+    more: float = BUCKETS_IN_FLIGHT * max(
+        after.bucket_bytes + after.chunk_bytes - before.bucket_bytes - before.chunk_bytes
+        for before, after in pairs)
+    if change.before[0].apart != change.after[0].apart:
+        more += WIDE * change.size / fragments
     device = recorder.device_index
     free, _ = torch.cuda.mem_get_info(device)
     room = MARGIN * (torch.cuda.memory_reserved(device) + free) - torch.cuda.max_memory_allocated(device)
-    if more <= 0 or UNDER_WAY * more > room:
+    if more <= 0 or more > room:
         return more <= 0
     try:
-        torch.empty(round(UNDER_WAY * more), dtype=torch.uint8, device=f"cuda:{device}")
+        torch.empty(round(more), dtype=torch.uint8, device=f"cuda:{device}")
     except torch.cuda.OutOfMemoryError:
         return False
     return True

@@ -54,12 +54,12 @@ class Stage:
 
 @dataclass
 class Window:
-    """Of one rank; steps are put in one after the other. held: micro-batches that it has in flight; 0: as
-    many as the engine's own schedule."""
+    """Of one rank; steps are put in one after the other. in_flight: micro-batches; 0: as many
+    as the engine's own schedule."""
 
     stage: Stage
     recorder: Recorder
-    held: int = 0
+    in_flight: int = 0
     passes: dict[str, list[float]] = field(default_factory=dict)  # seconds of each
     totals: dict[str, list[float]] = field(default_factory=dict)  # of each step
     messages: dict[str, list[list[Message]]] = field(default_factory=dict)  # by "GROUP from>to", of each step
@@ -120,7 +120,7 @@ class Window:
         device, kept = self.recorder.device_index, max(0, self.recorder.kept_bytes)
         free, _ = torch.cuda.mem_get_info(device)
         peak = torch.cuda.max_memory_allocated(device)
-        held = min(self.held or len(self.stage.stages) - self.stage.stage, self.stage.micro_batches)
+        held = min(self.in_flight or len(self.stage.stages) - self.stage.stage, self.stage.micro_batches)
         room = MARGIN * (torch.cuda.memory_reserved(device) + free)
         return [float(max(0, peak - held * kept)), float(kept), room]
 

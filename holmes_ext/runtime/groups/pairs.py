@@ -4,7 +4,7 @@
        cluster a        |       cluster b            --- across: the pair's own group, on Ethernet
 
 Every pair gets one then: the first batch over the pipeline group would make NCCL's communicator of all its
-ranks, and those that only use pairs would never come (plan/decide.py, own_pairs).
+ranks, and those that only use pairs would never come (plan/decisions.py, pairs_with_group).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from holmes_ext.plan.decide import own_pairs
+from holmes_ext.plan.decide import pairs_with_group
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of, group_ranks, timeout_of
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of, timeout_of
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.groups.transport import settings_of
 
@@ -27,14 +27,18 @@ PAIR_CTAS = 4
 def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
     """The other's rank -> the pair's group, of this rank in the pipeline `group`; {} where that will do.
 
-    All ranks of `group` call it; a pair is made by its two ranks alone, in one order everywhere.
+    All ranks of `group` call it.
     """
-    ranks, carrier = tuple(group_ranks(group)), carrier_of(backend_of(group))
-    made: dict[int, Any] = {}
-    for pair in own_pairs(current.plan, ranks, carrier) if carrier and len(ranks) > 2 else ():
-        if current.rank in pair:
-            made[pair[current.rank == pair[0]]] = pair_group(pair, "pipeline pair", group)
-    return made
+    ranks, network_api = tuple(group_ranks(group)), network_api_of(backend_of(group))
+    if not network_api or len(ranks) < 3:
+        return {}
+    return groups_of(pairs_with_group(current.plan, ranks, network_api), current.rank, group)
+
+
+def groups_of(pairs: Iterable[tuple[int, int]], rank: int, pipeline: Any) -> dict[int, Any]:
+    """The other's rank -> the group of each of `pairs` that `rank` is in; in one order everywhere."""
+    return {pair[rank == pair[0]]: pair_group(pair, "pipeline pair", pipeline)
+            for pair in pairs if rank in pair}
 
 
 def pair_group(pair: Iterable[int], purpose: str, pipeline: Any) -> Any:

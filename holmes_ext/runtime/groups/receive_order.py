@@ -125,9 +125,9 @@ class ListedOrder:
 Flight = ReceiveOrder | ListedOrder
 
 
-def flight_of(plan: Plan, carrier: str) -> Flight | None:
-    """As the plan has it for groups of `carrier`; None where the engine's own schedule runs."""
-    traffic = plan.traffic_of(carrier)
+def flight_of(plan: Plan, network_api: str) -> Flight | None:
+    """As the plan has it for groups of `network_api`; None where the engine's own schedule runs."""
+    traffic = plan.traffic_of(network_api)
     if traffic.passes:
         return ListedOrder(PassOrder.parse(traffic.passes))
     held = traffic.in_flight

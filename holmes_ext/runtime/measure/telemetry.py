@@ -249,7 +249,7 @@ class Recorder:
         for group in list(self.groups.values()):
             self.device.poll(group)
 
-    def under_way(self) -> list[Op]:
+    def in_flight(self) -> list[Op]:
         """Begun and not over, the oldest first; over NCCL what the GPU is at, not the host."""
         self.poll()
         ops = (op for op in list(self.open.values()) if self.device.is_at(op))

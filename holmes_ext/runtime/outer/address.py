@@ -9,6 +9,7 @@ HOLMES_JOIN_PORT        the port of local rank 0; rank n takes the n-th after it
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
 from collections.abc import Mapping
@@ -62,6 +63,11 @@ def parse_address(text: str) -> JoinAddress:
     except ValueError:
         example = f"such as east@10.0.0.1:{PORT} or east@[fd00::1]:{PORT}"
         raise HolmesError(f"--holmes-join: {text!r:.200} is not NAME@HOST:PORT, {example}") from None
+
+
+def incarnation_of(secret: str) -> str:
+    """The name of one start of a job, which only who has its secret can take."""
+    return hashlib.sha256(f"holmes_ext incarnation {secret}".encode()).hexdigest()[:32]
 
 
 def ticket(secret: str, job: str, incarnation: str) -> str:

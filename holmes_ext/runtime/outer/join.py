@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.options import Options
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange, port_range
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of, port_range
 from holmes_ext.runtime.outer.coordinator.client import CoordinatorClient
 from holmes_ext.runtime.outer.loop import OuterLoop, Record
 from holmes_ext.runtime.outer.peers.links import PeerLinks
@@ -92,8 +92,8 @@ def join(
     _refuse_odd_holdings(job, here, everyone, replicas, job_ranks)
     own = maps[here.position]
     state = OuterState(settings, here, own, job_ranks.rank)
-    incarnation, secret = job_ranks.from_first([os.urandom(8).hex(), os.urandom(16).hex()])
-    identity = RankIdentity(job, incarnation, job_ranks.rank, secret)
+    secret = job_ranks.from_first(os.urandom(16).hex())
+    identity = RankIdentity(job, incarnation_of(secret), job_ranks.rank, secret)
     links: PeerLinks = job_ranks.together(lambda: _links(place, identity, state))
     addresses = job_ranks.from_all(links.address)
     names = job_ranks.from_all(here.named())
@@ -115,7 +115,6 @@ def join(
             where.port,
             place.credentials,
             lambda: {**fixed, **rounds.hello()},
-            incarnation,
             secret,
         )
     coordinator = CoordinatorLink(client, job_ranks, settings.timeout)

@@ -22,7 +22,7 @@ from holmes_ext.runtime.outer.rounds.in_flight import InFlight, RoundResult
 from holmes_ext.runtime.outer.rounds.round_runner import RoundRunner
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.job_ranks import Replicas
-from holmes_ext.runtime.outer.shards.saved import opened, sealed
+from holmes_ext.runtime.outer.shards.saved import opened, readable, sealed
 from holmes_ext.runtime.outer.shards.state import OuterState
 from holmes_ext.runtime.outer.shards.weights import Part, Weights
 
@@ -232,7 +232,10 @@ class OuterLoop:
 
     def load_state_dict(self, saved: Any, source: str = "checkpoint") -> None:
         """Before begin(); HolmesError when it does not fit."""
-        saved = opened(saved, source)
+        with readable(source):
+            self._load(opened(saved, source), source)
+
+    def _load(self, saved: dict[str, Any], source: str) -> None:
         self.state.load(saved["state"], source)
         for name in ("number", "steps", "period", "in_period"):
             setattr(self, name, saved[name])

@@ -73,6 +73,12 @@ def warning_of(token: str) -> str:
     return "the token can be guessed by trying; let `holmes join serve` draw one, or: openssl rand -base64 18"
 
 
+def exposure_of(path: Path) -> str:
+    """One line where others on this host can read the file; "" where they cannot."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    return f"others on this host can read {path} (mode {mode:o}): chmod 600 {path}" if mode & 0o077 else ""
+
+
 def _read(path: Path, source: str = "") -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode):

@@ -27,7 +27,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.outer.address import JoinAddress, parse_address, port_range
-from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
+from holmes_ext.runtime.outer.settings import OuterSettings, apart_settings, parse_outer
 from holmes_ext.runtime.outer.token import token_from, warning_of
 from holmes_ext.runtime.sockets.addresses import address_text, is_loopback
 
@@ -68,6 +68,17 @@ class FrameworkAdapter:
     refusal: Callable[[OuterSettings], str | None] = lambda settings: None
 
 
+def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: bool) -> str | None:
+    """Why a job cannot join whose stages (weights that are tied) or tensor-parallel ranks have copies."""
+    if tied and sizes["pipeline"] > 1 and settings.fragments > 1:
+        return ("weights are tied over pipeline stages, whose copies must be updated together; "
+                "give fragments=1")
+    if sizes["pipeline"] * sizes["tensor"] > 1 and settings.rounds_by_blocks:
+        return ("copies of a weight on several stages or tensor-parallel ranks would be rounded differently; "
+                "give compress=bf16")
+    return None
+
+
 @dataclass
 class _Job:
     """rank 0 tells. saved: outer state and its source, until the job begins; shared: the data are."""
@@ -90,11 +101,13 @@ _job: _Job | None = None
 def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Read what the flags say; lines for the user. HolmesError when they cannot be followed."""
     global _job
+    apart = apart_settings(options)
+    if apart is not None and (options.join or options.adapt != "on"):
+        raise HolmesError("--holmes-apart goes with --holmes-adapt on, and not with --holmes-join")
     if not options.join:
-        if options.outer:
-            raise HolmesError(
-                "--holmes-outer says how joined jobs update each other; give --holmes-join NAME@HOST:PORT too"
-            )
+        if options.outer and apart is None:
+            raise HolmesError("--holmes-outer says how joined jobs update each other; give --holmes-join "
+                              "NAME@HOST:PORT or --holmes-apart too")
         return []
     settings, address, token = parse_outer(options.outer), parse_address(options.join), token_from(environ)
     port_range(options.join_ports, options.join_address, environ)

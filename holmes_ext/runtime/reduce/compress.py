@@ -120,7 +120,7 @@ def codec(kind: str) -> Codec:
 
 
 #: (step, where in the tensor the part begins) -> residual.
-Known = dict[tuple[int, int], "torch.Tensor"]
+ResidualMap = dict[tuple[int, int], "torch.Tensor"]
 
 
 class Residuals:
@@ -135,11 +135,11 @@ class Residuals:
 
         self._of = torch.utils.weak.WeakIdKeyDictionary()
 
-    def of(self, whole: object) -> Known:
+    def of(self, whole: object) -> ResidualMap:
         return self._of.setdefault(whole, {})
 
 
-def residual_of(known: Known | None, key: tuple[int, int], part: torch.Tensor) -> torch.Tensor | None:
+def residual_of(known: ResidualMap | None, key: tuple[int, int], part: torch.Tensor) -> torch.Tensor | None:
     """The residual of `part` among those of its tensor: zeros at first; None without any."""
     if known is not None and key not in known:
         known[key] = part.new_zeros(part.numel()).float()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.reduce.compress import PLAIN, Codec, Known, residual_of
+from holmes_ext.runtime.reduce.compress import PLAIN, Codec, ResidualMap, residual_of
 
 #: Of a part at least, for each stream that shares it.
 STREAM_BYTES = 64 * 2**10
@@ -45,7 +45,7 @@ class DirectExchange:
         """By this rank, without headers."""
         return sum(self._sent.values())
 
-    def reduce_scatter(self, jobs: Sequence[Parts], tag: int, residuals: Known | None = None) -> None:
+    def reduce_scatter(self, jobs: Sequence[Parts], tag: int, residuals: ResidualMap | None = None) -> None:
         """My part of every job becomes the sum of all owners' copies, added in the order of the owners."""
         works: list[Any] = []
         copies = []
@@ -66,7 +66,7 @@ class DirectExchange:
             for value in others:
                 total = torch.add(total, value, out=mine if value is others[-1] else total)
 
-    def all_gather(self, jobs: Sequence[Parts], tag: int, residuals: Known | None = None) -> None:
+    def all_gather(self, jobs: Sequence[Parts], tag: int, residuals: ResidualMap | None = None) -> None:
         """Every owner's part of every job arrives in its place."""
         works: list[Any] = []
         arriving = []
@@ -90,7 +90,7 @@ class DirectExchange:
     def _codec_of(self, part: torch.Tensor) -> Codec:
         return self.codec if part.numel() and self.codec.applies(part.dtype) else PLAIN
 
-    def _encode(self, part: torch.Tensor, tag: int, residuals: Known | None) -> torch.Tensor:
+    def _encode(self, part: torch.Tensor, tag: int, residuals: ResidualMap | None) -> torch.Tensor:
         codec = self._codec_of(part)
         known = residuals if codec.feedback else None
         return codec.encode(part, residual_of(known, (tag, int(part.storage_offset())), part))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.buckets import UNDER_WAY
+from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.callbacks import before_exit
@@ -91,12 +91,12 @@ class GradientReducer:
         self.group = group = group if group is not None else dist.group.WORLD
         assert group is not None, "no process group: call init_process_group first"
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
-        self._divisors = (predivide, len(self.ranks) / predivide) if average else (predivide, 1 / predivide)
+        self._predivide, self._average = predivide, average
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [Item.of(name, parameter, communication_dtype) for name, parameter in named]
         device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
         self.fabric = fabric or _planned_fabric(group, device_type)
-        self._sum = GroupSum(group, size, device_type, compress, all_reduce, bucket_bytes)
+        self._sum = GroupSum(group, size, device_type, compress, all_reduce, bucket_bytes, self._parameters)
         self._side = SideStream() if device_type == "cuda" else None
         self._all_owners = owners if all_reduce is None else None
         self._to_owners: ReduceToOwners | None = None
@@ -192,15 +192,14 @@ class GradientReducer:
             with telemetry.span("reduce"):  # the compute stream waits
                 self._side.join()
         ended = time.perf_counter()
+        self._sum.step()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
             step=self._step, bytes=sum(bucket.bytes for bucket in self._buckets), buckets=len(self._buckets),
             early=early, seconds=last - self._started_at if self._buckets else 0.0, exposed_s=ended - began,
             fabric=self.fabric.name if self.fabric else "",
         )  # fmt: skip
-        how = {"two_levels": self._sum.two_level is not None, "overlap": self.armed,
-               "follows": self._all_owners is None}
-        session.note_reduction(self.ranks, self._sum.way, self.times.bytes, **how)
+        self._sum.note(self.times.bytes, overlap=self.armed, follows=self._all_owners is None)
         self._step += 1
         if self.armed and self._expected is None:
             self._learn()
@@ -267,9 +266,9 @@ class GradientReducer:
         """Copy the next bucket's gradients into its buffer and start its reduction."""
         bucket = self._buckets[self._next]
         with self._side.after(bucket.ready) if self._side is not None else nullcontext():
-            if self._side is not None and self._next >= UNDER_WAY:
-                self._store(self._buckets[self._next - UNDER_WAY])
-            bucket.fill(self._parameters, self._gradient, self._divisors[0])
+            if self._side is not None and self._next >= BUCKETS_IN_FLIGHT:
+                self._store(self._buckets[self._next - BUCKETS_IN_FLIGHT])
+            bucket.fill(self._parameters, self._gradient, self._predivide)
             if self._next == 0:
                 self._started_at = time.perf_counter()
             with self._naming(bucket):
@@ -284,7 +283,8 @@ class GradientReducer:
         if not bucket.stored:
             with self._naming(bucket):
                 bucket.work.wait()
-            bucket.store(self._divisors[1])
+            share = self._sum.count / len(self.ranks)  # of the ranks that were summed
+            bucket.store((len(self.ranks) if self._average else 1) / self._predivide * share)
 
     def _reduction(self, bucket: FlatBucket) -> Any:
         if self._to_owners is not None and self._sum.two_level is None:

@@ -48,7 +48,7 @@ class Work:
         self.error: Exception | None = None
         self._future: torch.futures.Future = torch.futures.Future()
         self.out = threading.Event()  # all parts have come out of the threads, done or not
-        _under_way.add(self)
+        _in_flight.add(self)
 
     def wait(self) -> None:
         self._future.wait()
@@ -117,11 +117,11 @@ def _serve(step: Callable[[Any], None], inbox: queue.SimpleQueue, outbox: queue.
         outbox.put(None)
 
 
-_under_way: weakref.WeakSet[Work] = weakref.WeakSet()
+_in_flight: weakref.WeakSet[Work] = weakref.WeakSet()
 
 
 @atexit.register
 def _settle() -> None:
     end = time.monotonic() + SETTLE_S
-    for work in list(_under_way):
+    for work in list(_in_flight):
         work.out.wait(max(0.0, end - time.monotonic()))

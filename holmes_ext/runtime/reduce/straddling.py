@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -15,9 +16,13 @@ from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.adapt import learning
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.adapt.sums import APART
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.groups.members import members_group
+from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.reduce import flat_bucket
+from holmes_ext.runtime.reduce.apart import Apart
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
@@ -45,18 +50,18 @@ def two_level_for(group: dist.ProcessGroup, size: int, reduction: Reduction | No
     """For all-reduces of about `size` bytes in `group`; None: use torch's. Collective."""
     if reduction is None or not reduction.clusters or size < reduction.two_level_from:
         return None
-    carrier = carrier_of(backend_of(group, device_type))
-    return two_level_of(dist.get_process_group_ranks(group), reduction, carrier)
+    network_api = network_api_of(backend_of(group, device_type))
+    return two_level_of(dist.get_process_group_ranks(group), reduction, network_api)
 
 
-def two_level_of(ranks: Sequence[int], reduction: Reduction, carrier: str,
+def two_level_of(ranks: Sequence[int], reduction: Reduction, network_api: str,
                  purpose: str = "two-level") -> TwoLevel | None:
-    """For `ranks` and their `carrier`; None: all are in one cluster. purpose: describes the groups."""
+    """For `ranks` and their `network_api`; None: all are in one cluster. purpose: describes the groups."""
     parts = session.require().plan.by_cluster(ranks)
     clusters = list(parts.values())
     if len(clusters) < 2:
         return None
-    if carrier != SOCKETS:
+    if network_api != SOCKETS:
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             tell(session.require(), _ONE_QUEUE, once=_ONE_QUEUE)
         return TwoLevelCollectives(
@@ -73,34 +78,65 @@ def two_level_of(ranks: Sequence[int], reduction: Reduction, carrier: str,
 
 class GroupSum:
     """The plan's way to sum `size` bytes in a group, and what carries it out; both follow() the plan.
-    all_reduce: the caller's own instead; bucket_bytes: the user's. Collective."""
+    all_reduce: the caller's own instead; bucket_bytes: the user's; weights: whose gradients they are.
+    Collective."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, device_type: str, compress: str | None,
-                 all_reduce: Callable[[Any], Any] | None, bucket_bytes: int | None):
+                 all_reduce: Callable[[Any], Any] | None, bucket_bytes: int | None, weights: Sequence[Any]):
         self.group, self.size, self.device_type, self._own = group, size, device_type, all_reduce
         self.ranks, self._given = tuple(dist.get_process_group_ranks(group)), bucket_bytes
         self.backend = backend_of(group, device_type)
-        self.carrier = carrier_of(self.backend)
+        self.network_api = network_api_of(self.backend)
         self._made: dict[Reduction | None, TwoLevel | None] = {}
-        self._go(None if all_reduce else planned(group, size, compress, device_type))
+        reduction = None if all_reduce else planned(group, size, compress, device_type)
+        current = session.active()
+        self.apart = Apart(weights, apart_settings(current.options) if current and reduction else None)
+        self._cluster: Callable[[Any], Any] | None = None
+        self._go(reduction, alike=False)
 
-    def _go(self, way: Reduction | None) -> None:
-        if way not in self._made:
-            self._made[way] = two_level_for(self.group, self.size, way, self.device_type)
-        self.way, self.two_level = way, self._made[way]
+    def _go(self, reduction: Reduction | None, alike: bool = True) -> None:
+        whole = replace(reduction, apart=0) if reduction else None
+        if whole not in self._made:
+            self._made[whole] = two_level_for(self.group, self.size, whole, self.device_type)
+        self.reduction, self.two_level = reduction, self._made[whole]
         self.all_reduce = self._own or self.two_level or flat_all_reduce(self.group)
+        self.count = len(self.ranks)
+        if reduction is not None and reduction.apart:
+            self._go_apart(alike)
+        else:
+            self.apart.end()
+
+    def _go_apart(self, alike: bool) -> None:
+        """Gradients inside this cluster only, from now on. alike: all replicas are."""
+        clusters = session.require().plan.by_cluster(self.ranks).values()
+        inside = next(ranks for ranks in clusters if dist.get_rank() in ranks)
+        if self._cluster is None:
+            self._cluster = flat_all_reduce(members_group(inside, APART))
+        flat = None if alike else flat_all_reduce(self.group)
+        self.apart.begin(self.all_reduce, [len(ranks) for ranks in clusters], flat)
+        self.two_level, self.all_reduce, self.count = None, self._cluster, len(inside)
 
     def follow(self) -> bool:
         """A step begins, on all ranks: whether the plan has another way by now, which is taken."""
         current = session.active()
-        if current is None or self.way is None or not self.carrier:
+        if current is None or self.reduction is None or not self.network_api:
             return False
-        learning.begin_sums(current, self.ranks, self.carrier, self)
-        way = current.decided_again(self.ranks, self.backend)
-        if way is None or way == self.way or way.compress != self.way.compress:
+        learning.begin_sums(current, self.ranks, self.network_api, self)
+        reduction = current.decided_again(self.ranks, self.backend)
+        if reduction is None or reduction == self.reduction or reduction.compress != self.reduction.compress:
             return False
-        self._go(way)
+        self._go(reduction)
         return True
+
+    def step(self) -> None:
+        """Once in each step of all ranks, where nothing reads the weights: they may be averaged."""
+        self.apart.step(flat_all_reduce(self.group), len(self.ranks))
+
+    def note(self, size: float, **how: bool) -> None:
+        """For the session: `size` bytes were summed. how: of DoneReduction."""
+        session.note_reduction(self.ranks, self.reduction, size, two_levels=self.two_level is not None, **how,
+                               why_not_apart=self.apart.why_not() if self.apart.settings else "",
+                               round_s=self.apart.seconds)
 
     def bucket_bytes(self, fabric: Fabric | None) -> int:
         """As the user or the plan says; else by the group's `fabric`."""
@@ -109,8 +145,8 @@ class GroupSum:
                 way_out = "give a number of bytes above 0, or None"
                 raise HolmesError(f"GradientReducer: bucket_bytes is {self._given!r}; {way_out}")
             return self._given
-        if self.way is not None:
-            return self.way.chunk_bytes if self.two_level is not None else self.way.bucket_bytes
+        if self.reduction is not None:
+            return self.reduction.chunk_bytes if self.two_level is not None else self.reduction.bucket_bytes
         if isinstance(self.all_reduce, TwoLevel):  # the caller's own
             return self.all_reduce.chunk_bytes
         return bucket_bytes_of(fabric, len(self.ranks), self.size) if fabric else flat_bucket.DEFAULT_BYTES

@@ -14,6 +14,7 @@ each.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from holmes_ext.plan.cost.reductions.tied import tied_sums
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, carrier_of
+from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.reduce.straddling import TwoLevel, two_level_of
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
@@ -46,18 +47,27 @@ class TiedSum:
         self._all_reduce(gradient.view(-1).div_(divisor)).wait()
 
 
+#: group of the ranks that share a weight -> its sum in two levels; None where the engine's own stays.
+made: weakref.WeakKeyDictionary[Any, TiedSum | None] = weakref.WeakKeyDictionary()
+
+
 def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
-    """For `group`, whose ranks share a weight; None: the plan leaves it to the engine. Collective over both
-    stages, and alike on all."""
-    current, carrier = session.active(), carrier_of(backend_of(group, device_type))
-    if current is None or not carrier:
+    """Of `made`; new ones are collective over both stages, and alike on all."""
+    if group not in made:
+        made[group] = _tied_sum(group, sizes, device_type)
+    return made[group]
+
+
+def _tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
+    current, network_api = session.active(), network_api_of(backend_of(group, device_type))
+    if current is None or not network_api:
         return None
     plan, own = current.plan_for(sizes), set(dist.get_process_group_ranks(group))
-    reduction = plan.traffic_of(carrier).tied
+    reduction = plan.traffic_of(network_api).tied
     alike = [ranks for ranks in tied_sums(sizes) if own <= set(ranks)]
     if reduction is None or len(own) != 2 or len(alike) != 1:
         return None
     if set(reduction.clusters) != set(plan.by_cluster(own)):
         return None
-    all_reduce = two_level_of(alike[0], reduction, carrier, "embedding")
+    all_reduce = two_level_of(alike[0], reduction, network_api, "embedding")
     return TiedSum(alike[0], all_reduce, reduction.two_level_from) if all_reduce is not None else None

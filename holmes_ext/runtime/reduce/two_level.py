@@ -44,7 +44,7 @@ Chunk = tuple[torch.Tensor, Any]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """Elements [start, stop) of a chunk with one owner in every cluster, in cluster order."""
 
     start: int
@@ -52,13 +52,13 @@ class Piece:
     owners: tuple[int, ...]
 
 
-def pieces(numel: int, clusters: Sequence[Sequence[int]]) -> list[Piece]:
+def shards(numel: int, clusters: Sequence[Sequence[int]]) -> list[Shard]:
     """A chunk of `numel` elements, cut wherever the owner changes in some cluster."""
     cuts = sorted({cut for members in clusters for cut in _cuts(numel, len(members))})
     result = []
     for start, stop in zip(cuts, cuts[1:]):
         owners = tuple(members[_owner(start, _cuts(numel, len(members)))] for members in clusters)
-        result.append(Piece(start, stop, owners))
+        result.append(Shard(start, stop, owners))
     return result
 
 
@@ -148,6 +148,6 @@ class TwoLevelAllReduce:
 
     def _owned(self, chunk: torch.Tensor, count: int = 0) -> list[Parts]:
         """The pieces that this rank owns, each cut into `count` parts, or one for each of its owners."""
-        owned = [piece for piece in pieces(chunk.numel(), self.clusters) if self.rank in piece.owners]
-        return [(_split(chunk[piece.start : piece.stop], count or len(piece.owners)), piece.owners)
-                for piece in owned]
+        owned = [shard for shard in shards(chunk.numel(), self.clusters) if self.rank in shard.owners]
+        return [(_split(chunk[shard.start : shard.stop], count or len(shard.owners)), shard.owners)
+                for shard in owned]

@@ -7,6 +7,8 @@ import ipaddress
 import socket
 
 _PORTS = 65536
+#: Bits of an IPv6 prefix within which one host may take any address (RFC 4291, 2.5.4).
+_ONE_SITE = 64
 #: Of TCP's keepalive: seconds of silence before the first probe, between two, and how many are not answered.
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 25, 5, 5
 
@@ -32,7 +34,8 @@ def split_address(text: str, default_port: int | None = None) -> tuple[str, int]
 
 def _host(host: str, text: str) -> str:
     allowed = all(c.isascii() and (c.isalnum() or c in "-._:%") for c in host)
-    if not host or not allowed or len(host) > 253:
+    labels = host.removesuffix(".").split(".")
+    if not allowed or len(host) > 253 or not all(0 < len(label) < 64 for label in labels):
         raise ValueError(f"{text!r} has no host name or IP address")
     return host
 
@@ -54,6 +57,14 @@ def peer_host(connection: socket.socket) -> str:
     """Who is at the other end: one text for an IPv4 address and the same one mapped into IPv6."""
     host = connection.getpeername()[0]
     return str(ip_of(host) or host)
+
+
+def network_of(host: str) -> str:
+    """What one caller can have many addresses of: the /64 of an IPv6 address; of IPv4 the address alone."""
+    found = ip_of(host)
+    if isinstance(found, ipaddress.IPv6Address):
+        return str(ipaddress.IPv6Network((found, _ONE_SITE), strict=False))
+    return host
 
 
 def is_loopback(host: str) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
@@ -48,15 +49,11 @@ def own_contexts(key: bytes) -> TlsContexts:
 
 def site_contexts(certificate: str, authority: str) -> TlsContexts:
     """From files. HolmesError names the one that cannot be used."""
+    own = read_text(certificate, "--holmes-join-certificate names a PEM file")
+    trusted = read_text(authority, "--holmes-join-ca names a PEM file")
     try:
-        with open(authority, encoding="ascii") as file:
-            authority_text = file.read()
-    except (OSError, ValueError) as error:
-        raise HolmesError(
-            f"--holmes-join-ca {authority}: cannot be read ({why(error)}); name a PEM file"
-        ) from None
-    try:
-        return _contexts(certificate, authority_text)
+        with _memory_file(own.encode()) as file:
+            return _contexts(file, trusted)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = f"--holmes-join-certificate {certificate} and --holmes-join-ca {authority}"
         raise HolmesError(

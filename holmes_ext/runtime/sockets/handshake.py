@@ -232,8 +232,9 @@ def _wrapped(
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
             text = f"{where} does not speak TLS; is --holmes-join-plain given there?"
         else:
-            text = (f"{where} and this end do not trust each other's certificates ({error.reason or error}); "
-                    "all jobs and `holmes join serve` need one token, and one --holmes-join-ca or none")
+            reason = getattr(error, "verify_message", "") or error.reason or error
+            text = (f"{where} and this end do not trust each other's certificates ({reason}); all jobs and"
+                    " `holmes join serve` need one token, and one --holmes-join-ca or none")
         raise (NotHolmes if listens else Refused)(text) from None
     except BaseException:
         wrapped.close()

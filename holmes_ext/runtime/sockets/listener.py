@@ -1,8 +1,9 @@
 """A TCP port that strangers may reach: so many at a time, from one address and in all.
 
     accept -> a thread for each connection -> handle(guest)
-                  stranger                    until guest.admit(): counted by address and in all; where there
-                                              are too many the oldest of the address that has most is closed
+                  stranger                    until guest.admit(): counted by address (of IPv6: by /64) and in
+                                              all; where there are too many the oldest of the address that has
+                                              most is closed
                   admitted                    counted in all; one address gets half of the places
 """
 
@@ -15,17 +16,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from holmes_ext.runtime.sockets.addresses import peer_host, prepare
+from holmes_ext.runtime.sockets.addresses import network_of, peer_host, prepare
 
 #: Seconds until the next try when accept() fails: out of descriptors or of memory.
 _RETRY_S = 0.1
 
 
 class Guest:
-    """One connection, in the thread that handles it. host: the other end's address."""
+    """One connection, in the thread that handles it. host: the other end's address; network: by which it is
+    counted."""
 
     def __init__(self, connection: socket.socket, host: str, admit: Callable[[Guest], bool]):
         self.socket, self.host, self._admit = connection, host, admit
+        self.network = network_of(host)
         self.kept = False
 
     def admit(self) -> bool:
@@ -99,7 +102,7 @@ class Listener:
         prepare(connection)
         guest = Guest(connection, peer_host(connection), self._admit)
         with self._lock:
-            self._make_room(guest.host)
+            self._make_room(guest.network)
             self._strangers.append(guest)
         try:
             threading.Thread(target=self._run, args=(guest,), name=f"{self._name} guest", daemon=True).start()
@@ -107,23 +110,23 @@ class Listener:
             self._forget(guest)
             raise
 
-    def _make_room(self, host: str) -> None:
+    def _make_room(self, network: str) -> None:
         """Close a stranger where one more would be too many. Holds the lock."""
-        hosts = Counter(guest.host for guest in self._strangers)
-        if hosts[host] >= self._per_address:
-            crowded = host
+        networks = Counter(guest.network for guest in self._strangers)
+        if networks[network] >= self._per_address:
+            crowded = network
         elif len(self._strangers) >= self._strangers_most:
-            crowded = hosts.most_common(1)[0][0]
+            crowded = networks.most_common(1)[0][0]
         else:
             return
-        oldest = next(guest for guest in self._strangers if guest.host == crowded)
+        oldest = next(guest for guest in self._strangers if guest.network == crowded)
         self._strangers.remove(oldest)
         oldest.cut()
 
     def _admit(self, guest: Guest) -> bool:
         with self._lock:
-            of_host = sum(other.host == guest.host for other in self._admitted)
-            full = len(self._admitted) >= self._admitted_most or of_host >= self._admitted_most // 2 + 1
+            near = sum(other.network == guest.network for other in self._admitted)
+            full = len(self._admitted) >= self._admitted_most or near >= self._admitted_most // 2 + 1
             if guest not in self._strangers or full:
                 return False
             self._strangers.remove(guest)

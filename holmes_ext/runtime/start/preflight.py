@@ -36,7 +36,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.traffic import CARRIERS
+from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import Finding, decide
@@ -54,8 +54,8 @@ class Pair:
     """Two nodes that must reach each other over a fabric, and the first group (ranks) that needs it."""
 
     fabric: str
-    one: str
-    two: str
+    first: str
+    second: str
     kind: str
     ranks: tuple[int, ...]
 
@@ -68,12 +68,12 @@ def pairs(plan: Plan) -> list[Pair]:
             one, two = map(plan.node_of, pair)
             # two stages may have a group of their own
             groups = [ranks, pair] if kind == "pipeline" else [ranks]
-            used = [plan.fabric_of(group, carrier) for group in groups
-                    for carrier in CARRIERS] if one != two else []
+            used = [plan.fabric_of(group, network_api) for group in groups
+                    for network_api in NETWORK_APIS] if one != two else []
             for name in dict.fromkeys(fabric.name for fabric in used if fabric is not None):
                 found.setdefault((name, frozenset((one, two))), Pair(name, one, two, kind, ranks))
     for known in list(found.values()):
-        found.setdefault((ETHERNET, frozenset((known.one, known.two))), replace(known, fabric=ETHERNET))
+        found.setdefault((ETHERNET, frozenset((known.first, known.second))), replace(known, fabric=ETHERNET))
     return list(found.values())
 
 
@@ -157,7 +157,7 @@ class Listeners:
         self._servers: list[_Server] = []
         self.ports: dict[str, int | str] = {}
         answer = json.dumps({"node": host, "token": token}).encode() + b"\n"
-        for fabric in dict.fromkeys(pair.fabric for pair in todo if pair.two == host):
+        for fabric in dict.fromkeys(pair.fabric for pair in todo if pair.second == host):
             if address := site.node_by_name[host].port(fabric).address:
                 try:
                     self._servers.append(_Server(address, answer))
@@ -178,17 +178,17 @@ def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) 
 
     def attempt(pair: Pair) -> Finding:
         source, target = addresses(pair)
-        number = ports[pair.two].get(pair.fabric, "the process there has not come to its preflight")
+        number = ports[pair.second].get(pair.fabric, "the process there has not come to its preflight")
         told = number
         if not isinstance(number, str):
-            told = exchange_hello(source, target, number, host, pair.two, prefix)
-        return pair.fabric, pair.one, pair.two, told
+            told = exchange_hello(source, target, number, host, pair.second, prefix)
+        return pair.fabric, pair.first, pair.second, told
 
     def addresses(pair: Pair) -> Iterator[str]:
-        return (site.node_by_name[name].port(pair.fabric).address for name in (pair.one, pair.two))
+        return (site.node_by_name[name].port(pair.fabric).address for name in (pair.first, pair.second))
 
-    mine = [pair for pair in todo if pair.one == host and all(addresses(pair))]
-    for other in dict.fromkeys(pair.two for pair in mine):
+    mine = [pair for pair in todo if pair.first == host and all(addresses(pair))]
+    for other in dict.fromkeys(pair.second for pair in mine):
         said = awaited(store, f"{prefix}/ports/{other}", max(0.05, limit.left))
         ports[other] = json.loads(said or b"{}")
     if not mine:

@@ -11,7 +11,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.traffic import CARRIERS
+from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.words import some_of
 
 #: (fabric, one node, the other, "" or what went wrong)
@@ -23,7 +23,7 @@ def decide(
     engine: EngineTraits = EngineTraits(),
 ) -> dict[str, Any]:
     """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where that is to end the job."""
-    first = {(pair.fabric, pair.one, pair.two): pair for pair in todo}
+    first = {(pair.fabric, pair.first, pair.second): pair for pair in todo}
     lines = _not_tried(site, todo)
     bad = {finding: _tell(site, plan, first[finding[:3]], finding[3]) for finding in findings if finding[3]}
     if not bad:
@@ -66,7 +66,7 @@ def lost(findings: Sequence[Finding]) -> dict[tuple[str, str], str]:
 def _tell(site: Site, plan: Plan, pair: Any, problem: str) -> str:
     """Both ends, the group, and what was tried."""
     ends = []
-    for name in (pair.one, pair.two):
+    for name in (pair.first, pair.second):
         port = site.node_by_name[name].port(pair.fabric)
         here = [rank for rank in pair.ranks if plan.node_of(rank) == name]
         ranks = str(here[0]) if len(here) == 1 else f"{here[0]} to {here[-1]}"
@@ -79,8 +79,8 @@ def _moved(before: Plan, after: Plan) -> list[str]:
     """The planned groups that travel on another fabric now."""
     told = []
     for kind, ranks in before.groups():
-        networks = [(before.fabric_of(ranks, carrier), after.fabric_of(ranks, carrier))
-                    for carrier in CARRIERS]
+        networks = [(before.fabric_of(ranks, network_api), after.fabric_of(ranks, network_api))
+                    for network_api in NETWORK_APIS]
         if now := [new.name for old, new in networks if old and new and old.name != new.name]:
             told.append(f"the {kind} group of ranks {some_of(ranks)} goes over {now[0]} on all its ranks")
     if not told and before.sizes is None:  # the script makes its groups as it likes
@@ -93,7 +93,7 @@ def _not_tried(site: Site, todo: Sequence[Any]) -> list[str]:
     """Fabrics on which sockets could not be tried, with an example."""
     without: dict[str, dict[str, str]] = {}  # fabric -> node -> its port
     for pair in todo:
-        for node in (pair.one, pair.two):
+        for node in (pair.first, pair.second):
             port = site.node_by_name[node].port(pair.fabric)
             if not port.address and pair.fabric != ETHERNET:
                 without.setdefault(pair.fabric, {})[node] = port.name

@@ -52,7 +52,8 @@ _SILENT_SECONDS = 10.0
 @dataclass
 class Request:
     """Before the others are heard. sizes, model: None where nothing tells them; overlap: reductions are under
-    the last backward, for predictions; digests: of the files."""
+    the last backward, for predictions; digests: of the files; counted: nodes must start as many processes as
+    cluster.toml says."""
 
     options: Options
     sizes: Sizes | None = None
@@ -62,6 +63,7 @@ class Request:
     spec: SiteSpec | None = None
     plan: Plan | None = None
     digests: dict[str, str] = field(default_factory=dict)
+    counted: bool = True
 
     def read_files(self) -> None:
         """What the options name; HolmesError when a file cannot be used."""
@@ -82,7 +84,7 @@ class Request:
         """On the nodes that reported: the given plan with the ports that they have, or one made for them."""
         options, model, engine = self.options, self.model, self.engine
         spec = part_of(self.spec, nodes) if self.spec is not None else None
-        site = resolve_site(nodes, spec, options.fallback == "ethernet")
+        site = resolve_site(nodes, spec, options.fallback == "ethernet", self.counted)
         links = Links.of_spec(spec) if spec is not None else Links()
         sizes = self.sizes.complete(site.world_size, site.processes) if self.sizes is not None else None
         if self.plan is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from holmes_ext.plan.traffic import SOCKETS
-from holmes_ext.runtime.groups.backend import carrier_of
+from holmes_ext.runtime.groups.backend import network_api_of
 from holmes_ext.runtime.groups.kinds import kind_of
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.words import some_of
@@ -35,8 +35,8 @@ class Comparison:
         self.steps += 1
         if self.steps == STEPS:
             found = dict(differences(self.current))
-            for text, told in found.items():
-                if not told and _first_to_tell(self.current, text):
+            for text, reported in found.items():
+                if not reported and _first_to_tell(self.current, text):
                     print(f"holmes: not as planned: {text}", file=sys.stderr, flush=True)
             self.put({"done": {**done(self.current), "differences": list(found)}})
 
@@ -69,7 +69,7 @@ def differences(current: Session) -> Iterator[tuple[str, bool]]:
             yield f"{kind} groups are on {record.transport.fabric}, planned on {planned}", False
     for ranks, one in current.reductions.items():
         if text := _reduction(one):
-            yield f"gradients of {_stage(current, ranks)} are summed {text}", one.told
+            yield f"gradients of {_stage(current, ranks)} are summed {text}", one.reported
     if text := _missing(current):
         yield text, False
     if text := _in_flight(current):
@@ -96,7 +96,7 @@ def _missing(current: Session) -> str:
     if sizes is None or not engine.name or not plan.traffic or not current.groups:
         return ""
     stage, backend = sizes.stage(current.rank), current.groups[0].backend
-    planned = plan.traffic_of(carrier_of(backend) or SOCKETS).reductions[stage]
+    planned = plan.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
     overlap = planned.overlap and bool(engine.features.get("overlap"))
     two_levels = bool(planned.clusters) and bool(engine.features.get("two-level"))
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}
@@ -111,7 +111,7 @@ def _in_flight(current: Session) -> str:
     plan = current.plan
     if plan.sizes is None or not plan.traffic or not current.groups:
         return ""
-    planned = plan.traffic_of(carrier_of(current.groups[0].backend) or SOCKETS).in_flight
+    planned = plan.traffic_of(network_api_of(current.groups[0].backend) or SOCKETS).in_flight
     if planned == current.in_flight or not (current.in_flight or current.engine.name):
         return ""
     here, there = ("+".join(map(str, held)) or "the framework's own" for held in (current.in_flight, planned))

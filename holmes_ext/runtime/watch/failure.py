@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.backend import backend_of, nccl_errors
 from holmes_ext.runtime.watch import nics
 from holmes_ext.words import some_of
 
@@ -73,6 +73,21 @@ def broken(what: str, error: str) -> str:
     me, lost = f"rank {current.rank} on node {current.node.name}", _lost_node(
         error, range(current.plan.world_size))
     return _or_refused(me, f"{me}: {what} failed{lost}: {_last_line(error)}{_blamed()}")
+
+
+def of_nccl() -> str | None:
+    """One line where NCCL has failed in a group of this rank: which members it may have lost. The process
+    ends later, by torch's own watchdog and without a word of Python's."""
+    current, failed = session.active(), sorted(nccl_errors(), key=lambda error: len(error[0]))
+    if current is None or not failed:
+        return None
+    ranks, error = failed[0]
+    others = [rank for rank in ranks if rank != current.rank]
+    nodes = some_of(list(dict.fromkeys(map(current.plan.node_of, others))))
+    lost = f"{'one of ' if len(others) > 1 else ''}node {nodes} (rank {some_of(others)}) is lost"
+    return _or_refused(me := f"rank {current.rank} on node {current.node.name}", (
+        f"{me}: communication failed; {lost if error != 'TIMEOUT' else 'the timeout has passed'}: NCCL's "
+        f"{error} in the group of ranks {some_of(ranks)}{_blamed()}")).removeprefix(INPUT)
 
 
 def _or_refused(me: str, mine: str) -> str:

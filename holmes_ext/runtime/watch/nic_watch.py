@@ -1,4 +1,5 @@
-"""Looks at this node's NICs every second, and ends the process when a needed one stays without link.
+"""Looks at this node's NICs every second, and ends the process when a needed one stays without link; tells
+of NCCL's failures before torch's watchdog ends the process.
 
 A collective over a dead link does not fail by itself: TCP goes on trying for a quarter of an hour, and the
 process group's timeout is half an hour by default. A link that comes back in time only costs a line. The
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from holmes_ext.cluster.site import Port
 from holmes_ext.runtime import session
 from holmes_ext.runtime.watch import nics
-from holmes_ext.runtime.watch.failure import with_first
+from holmes_ext.runtime.watch.failure import of_nccl, with_first
 
 INTERVAL_S = 1.0
 
@@ -33,6 +34,7 @@ class NicWatch:
         self.ended = threading.Event()
         self._since: dict[str, float] = {}
         self._ignored: set[str] | None = None
+        self._told_failure = False
 
     def start(self) -> None:
         self.look(time.monotonic())
@@ -51,6 +53,9 @@ class NicWatch:
         current = session.active()
         if current is None:
             return
+        if not self._told_failure and (failed := of_nccl()):
+            self._told_failure = True
+            _tell(failed)
         troubled = {port.name: (port, problem) for port in nics.in_use(current)
                     if (problem := self._trouble(port))}
         if self._ignored is None:  # was so as the job started (another machine's sysfs, a virtual device)

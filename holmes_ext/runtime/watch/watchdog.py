@@ -219,7 +219,7 @@ class Watchdog:
             work = op.work() if op.work is not None else None
             if work is not None and op.peer is None and op.group.backend != "nccl" and work.is_completed():
                 recorder.finish(op)
-        ops, groups = recorder.under_way(), list(recorder.groups.values())
+        ops, groups = recorder.in_flight(), list(recorder.groups.values())
         self._looks += 1
         started = {group.name: group.collectives for group in groups}
         messages = {(group.name, way, peer): count for group in groups

@@ -80,7 +80,7 @@ def _reduce_as_planned(current, wrapped, instance, args, kwargs):
     if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
         tell_that_buckets_stay(current)
         own = ddp_config.overlap_grad_reduce
-        session.note_reduction(ranks, stage, 0, two_levels=False, overlap=own, told=True)
+        session.note_reduction(ranks, stage, 0, two_levels=False, overlap=own, reported=True)
         return wrapped(*args, **kwargs)
     count = sum(param.numel() for param in given["module"].parameters() if param.requires_grad)
     elements = max(1, current.reduction(ranks, backend, 4 * count).bucket_bytes // 4)

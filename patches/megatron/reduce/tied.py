@@ -13,16 +13,12 @@ the shard counts once.
 from __future__ import annotations
 
 import inspect
-import weakref
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import TIED
-
-#: embedding group -> its sum in two levels; None where megatron-core's own stays.
-_sums: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @with_session
@@ -40,11 +36,9 @@ def _all_reduce(current, wrapped, instance, args, kwargs):
     gradient = getattr(weight, "main_grad", None)
     if type(gradient) is not torch.Tensor:  # none, or a DTensor
         return wrapped(*args, **kwargs)
-    if group not in _sums:
-        from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
+    from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
 
-        _sums[group] = tied_sum_of(group, core.job.sizes, gradient.device.type)
-    tied_sum = _sums[group]
+    tied_sum = tied_sum_of(group, core.job.sizes, gradient.device.type)
     if tied_sum is None or not tied_sum.takes(gradient):
         return wrapped(*args, **kwargs)
     shard = own_shard(chunk, weight)

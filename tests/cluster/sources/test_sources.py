@@ -102,6 +102,15 @@ def test_gpus_of_two_kinds_on_one_fabric_can_talk():
     assert [(c.name, c.fabric) for c in clusters] == [("ib-a100", "s-1"), ("ib-h100", "s-1")]
 
 
+@pytest.mark.parametrize("gres, features, gpu", [
+    ("gpu:8", "ib,A100", "A100"), ("gpu:8", "nvidia_h100,roce", "H100"), ("gpu:a100:8", "h100", "A100"),
+    ("gpu:8", "a100,h100", ""), ("(null)", "a100", ""),
+])  # fmt: skip
+def test_a_gpu_that_only_a_feature_names(gres, features, gpu):
+    line = f"NodeName=n1 AvailableFeatures={features} Gres={gres}"
+    assert slurm.parse_nodes(line, parse_topology("", "t"))[0].gpu == gpu
+
+
 @pytest.mark.parametrize("words, kind", [
     (["ib"], "ib"), (["gpu_IB-fabric"], "ib"), (["HDR100", "h100"], "ib"), (["RoCE"], "roce"),
     (["roce", "ib"], ""), (["ddr5", "skylake"], ""), ([], ""),

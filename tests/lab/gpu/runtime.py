@@ -7,8 +7,10 @@ names.
 
 import ctypes
 import json
+import os
 import sys
 import threading
+from pathlib import Path
 
 NON_BLOCKING = 1
 
@@ -263,6 +265,45 @@ def memory(gpu: Gpu) -> object:
     again = gpu.call("cudaMalloc", ctypes.byref(whole), ctypes.c_size_t(3 << 20))
     return [used, refused, again, whole.value == pieces[0].value,
             gpu.call("cudaFree", ctypes.c_void_p(12345))]
+
+
+def races(gpu: Gpu) -> object:
+    """Two streams fill the same memory: with nothing between them, after an event, after the host has waited;
+    then other memory. And a pinned source that the host changes before it is copied."""
+    one, two, gate = gpu.stream(), gpu.stream(), threading.Event()
+    address, pinned = ctypes.c_void_p(), ctypes.c_void_p()
+    gpu.call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(4096))
+    gpu.call("cudaHostAlloc", ctypes.byref(pinned), ctypes.c_size_t(64), 0)
+
+    def fill(stream, begin: int, size: int) -> None:
+        gpu.call("cudaMemsetAsync", ctypes.c_void_p(address.value + begin), 0, ctypes.c_size_t(size), stream)
+
+    fill(one, 0, 1024)
+    gpu.wait(two, gpu.record(one))
+    fill(two, 512, 1024)
+    gpu.synchronize()
+    fill(one, 0, 1024)
+    fill(two, 1024, 1024)
+    found = []
+    for begin in (1023, 4095):  # of the other stream's, and of nobody's
+        fill(two, begin, 1)
+        found.append(told())
+    for changes in (False, True):
+        gpu.launch(one, "before", gate)
+        gpu.call("cudaMemcpyAsync", address, pinned, ctypes.c_size_t(64), 1, one)
+        if changes:
+            ctypes.memset(pinned, 7, 64)
+        gate.set()
+        gpu.synchronize()
+        found.append(told())
+        gate.clear()
+    return found
+
+
+def told() -> int:
+    """Missing waits so far."""
+    file = Path(os.environ["HOLMES_GPU_WATCH"], "rank0.races")
+    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ import tarfile
 
 import pytest
 
+from holmes_ext.cli.lab_gpu import what_is_missing
 from holmes_ext.cli.main import main
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.gpu import compiler, job, nccl_source, torch_build
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock, visible
+from holmes_ext.lab.process.job import RunResult
 from holmes_ext.lab.samples import examples
 
 CLUSTER = str(examples() / "clusters" / "two_clusters_4.toml")
@@ -163,3 +165,18 @@ def test_a_clock_by_clusters():
     assert clock.variables("a") == {"HOLMES_GPU_SMS": "108", "HOLMES_GPU_MFLOPS": "1000"}
     with pytest.raises(HolmesError, match="key 'speed.a': 0.0 is not a factor above 0"):
         parse_clock('{"speed": {"a": 0.0}}')
+
+
+@pytest.mark.parametrize("printed, missing", [
+    ("holmes: emulated GPU: kernel my_adder(float*) of aten::add is not emulated\nTraceback\nIt failed",
+     "kernel my_adder(float*) of aten::add is not emulated"),
+    ("NotImplementedError: emulated GPU: aten::_weight_int4pack_mm is not emulated",
+     "aten::_weight_int4pack_mm is not emulated"),
+    ("holmes: emulated GPU: this machine has no 512 MB left for device memory; run fewer ranks",
+     "this machine has no 512 MB left for device memory; run fewer ranks"),
+    ("holmes: emulated GPU: torch.compile traces but generates no code\nValueError: 7", ""),
+])
+def test_a_job_that_asks_for_what_is_not_emulated(printed, missing):
+    lines = {0: [("stderr", "fine")], 1: [("stderr", line) for line in printed.splitlines()]}
+    assert what_is_missing(RunResult(1, {0: -15, 1: 1}, lines, 1.0, first_failed=1)) == missing
+    assert what_is_missing(RunResult(0, {0: 0, 1: 0}, lines, 1.0)) == ""

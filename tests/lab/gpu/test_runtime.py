@@ -13,6 +13,7 @@ import pytest
 from holmes_ext.lab.gpu import recipes
 from holmes_ext.lab.gpu.build import build, cache_folder
 from holmes_ext.lab.gpu.compiler import find_compiler
+from holmes_ext.lab.gpu.races import missing_waits
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the runtime is built with g++")
 
@@ -96,6 +97,14 @@ def test_the_emulated_clock(scene):
     early, ends = scene("clock", HOLMES_GPU_MFLOPS="1000")
     assert not early
     assert [end >= least for end, least in zip(ends, (50, 100, 150))] == [True] * 3
+
+
+def test_a_missing_wait_is_named(scene, tmp_path):
+    assert scene("races", HOLMES_GPU_RANDOM="1", HOLMES_GPU_WATCH=str(tmp_path), RANK="0") == [1, 1, 1, 2]
+    wait, changed = missing_waits(tmp_path)
+    assert ("a wait is missing (rank 0): copy cudaMemsetAsync (stream 2) writes 1 bytes that "
+            "copy cudaMemsetAsync (stream 1) writes") in wait
+    assert "cudaMemcpyAsync (stream 1) reads 64 bytes of pinned memory that the host changed" in changed
 
 
 def test_memory_of_another_process(scene):

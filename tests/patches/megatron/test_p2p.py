@@ -84,5 +84,6 @@ def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(monke
 
 def test_one_group_for_all_where_no_pair_has_anything_faster(monkeypatch):
     site = SimpleNamespace()
-    plan = SimpleNamespace(fabric_of=lambda ranks, carrier: SimpleNamespace(name="ethernet"), world_size=4)
+    ethernet = SimpleNamespace(name="ethernet")
+    plan = SimpleNamespace(fabric_of=lambda ranks, network_api: ethernet, world_size=4)
     assert used(monkeypatch, site, plan, 1, (0, 1, 2, 3), False) == [(0, 1, 2, 3)]

@@ -63,7 +63,7 @@ def test_no_more_crosses_than_under_eplb_and_no_place_is_much_fuller(seed, kind)
     where = places("two_clusters_8.toml", 8)
     given = counts(seed, 8 if kind == RANK else 32, 32, kind)
     found = solve(given, where, seconds=120)
-    eplb = next(way for way in found.ways if way.name == EPLB)
+    eplb = next(way for way in found.placements if way.name == EPLB)
     assert found.best.crossing <= eplb.crossing and found.best.cost <= eplb.cost
     assert found.best.fullest <= 1.2 * max(1.1, eplb.fullest)  # 1.1: of a cluster
     assert found.bound <= found.best.cost

@@ -177,10 +177,10 @@ def test_deepspeed_order_is_its_train_schedules():
 def test_agrees_with_the_analytic_model_of_1f1b(ethernet, fast):
     site, sizes, gpt = two_clusters(ethernet=ethernet, fast=fast), Sizes(pipeline=4), model(gpu=Gpu(2e11))
     order = [node.name for node in site.nodes]
-    for hides in (False, True):
-        costs, layers = costs_on_site(site, order, sizes, gpt, hides=hides), [2, 2, 2, 2]
+    for async_edges in (False, True):
+        costs, layers = costs_on_site(site, order, sizes, gpt, async_edges=async_edges), [2, 2, 2, 2]
         held = costs.in_flight(layers)
-        assert bool(held) == (hides and ethernet != "100Gb/s")  # whose edges are not worth it
+        assert bool(held) == (async_edges and ethernet != "100Gb/s")  # whose edges are not worth it
         run = Execution(engine=LOOP, parameter_s=0.0, in_flight=held)
         step = simulate(site, order, sizes, gpt, run)
         assert step.step_s == pytest.approx(estimate(costs, layers).step_s, rel=0.1)

@@ -9,7 +9,7 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, carrier_of
+from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, network_api_of
 from holmes_ext.runtime.reduce import straddling
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.start.launcher import Process
@@ -49,10 +49,11 @@ def test_undefined_is_gloo_here():
 
 
 @pytest.mark.parametrize(
-    "backend, carrier", [("nccl", "verbs"), ("fake", "verbs"), ("gloo", "sockets"), ("ucc", ""), ("mpi", "")]
+    "backend, network_api",
+    [("nccl", "verbs"), ("fake", "verbs"), ("gloo", "sockets"), ("ucc", ""), ("mpi", "")]
 )
-def test_what_of_a_nodes_ports_a_backend_can_use(backend, carrier):
-    assert carrier_of(backend) == carrier
+def test_what_of_a_nodes_ports_a_backend_can_use(backend, network_api):
+    assert network_api_of(backend) == network_api
 
 
 def unnamed(rank):

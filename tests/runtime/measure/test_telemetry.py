@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -161,3 +164,14 @@ def _fails(rank):
 
 def test_an_operation_that_cannot_start_is_not_under_way():
     assert run_ranks(_fails, 1) == [0]
+
+
+def test_an_exception_ends_the_job_with_python_s_own_status(tmp_path):
+    """It ended by abort (134), which hid the exception."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch.distributed, nosuchthing\n")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = ["-m", "holmes_ext", str(script), "--holmes", "--holmes-telemetry", str(tmp_path / "t")]
+    done = subprocess.run([sys.executable, *command], env={**os.environ, **alone}, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 1 and "nosuchthing" in done.stderr, done.stderr

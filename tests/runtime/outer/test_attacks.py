@@ -38,7 +38,7 @@ from joined_jobs import TOKEN, coordinator, in_threads, joined_of, weights_of
 from holmes_ext.cli.main import main
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of
 from holmes_ext.runtime.outer.coordinator.client import ask_status
 from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
 from holmes_ext.runtime.outer.join import JoinPlace, join
@@ -132,7 +132,7 @@ def test_4_a_malformed_hello_is_refused_and_ends_nobody(change):
              "checksums": [""], "min": 1, "timeout": 5.0, "round": 0, "entered": False, "peers": []}
     with coordinator() as server:
         deadline = Deadline(10, "a test")
-        purpose = {"purpose": "job", "job": "zero", "incarnation": "1", "secret": "s"}
+        purpose = {"purpose": "job", "job": "zero", "incarnation": incarnation_of("s"), "secret": "s"}
         channel = call("127.0.0.1", server.port, Credentials(TOKEN), purpose, deadline)
         channel.send({**hello, **change}, deadline)
         assert "error" in channel.receive(deadline)

@@ -20,6 +20,7 @@ import torch
 from joined_jobs import TOKEN, coordinator, in_threads, joined_of
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.address import incarnation_of
 from holmes_ext.runtime.outer.coordinator.client import ask_status
 from holmes_ext.runtime.outer.settings import parse_outer
 from holmes_ext.runtime.outer.shards.saved import opened, sealed
@@ -198,9 +199,9 @@ HEARTBEAT = {"round": 1, "step": 2, "steps_per_second": 1.0, "bits_per_second": 
 def lie_to_coordinator(port, rng):
     """As somebody who has the token."""
     what = rng.choice(["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"])
-    purpose = {"purpose": what, "job": rng.choice(["east", "zero", "one"]), "incarnation": "1", "secret": "s",
-               "port": rng.choice([0, 1, 70000, "x"]), "rank": 0, "to_job": "east", "to": "1", "to_rank": 0,
-               "call": "c", "address": ""}  # fmt: skip
+    purpose = {"purpose": what, "job": rng.choice(["east", "zero", "one"]), "secret": "s",
+               "incarnation": incarnation_of("s"), "port": rng.choice([0, 1, 70000, "x"]), "rank": 0,
+               "to_job": "east", "to": "1", "to_rank": 0, "call": "c", "address": ""}  # fmt: skip
     if rng.random() < 0.3:
         purpose = mutated(purpose, rng)
     deadline = Deadline(3, "a lie")
@@ -340,6 +341,28 @@ def test_damaged_outer_states():
             refused += 1
             assert "file.pt" in str(error) and "\n" not in str(error)
     assert refused > 20
+
+
+def test_outer_states_that_somebody_made():
+    """With a good digest: whoever can write a checkpoint can make one."""
+    rng = random.Random(SEED)
+    with coordinator() as server:
+        settings = parse_outer("every=4,fragments=2,delay=1")
+        loop = joined_of(torch.nn.Linear(20, 30), "east", server.port, settings)
+        loop.begin()
+        for _ in range(4):
+            loop.after_step(1)
+        good = loop.state_dict()["outer"]
+        refused = 0
+        for _ in range(1000 // SHARE):
+            try:
+                loop.load_state_dict(sealed(mutated(copy.deepcopy(good), rng)), "file.pt")
+            except HolmesError as error:
+                refused += 1
+                assert "file.pt" in str(error) and "\n" not in str(error)
+        assert refused > 20
+        loop.load_state_dict(sealed(good), "file.pt")
+        loop.end()
 
 
 @pytest.mark.parametrize("value", [None, 5, [], {}, {"version": 2}, {"version": 1, "digest": "", "outer": {}},

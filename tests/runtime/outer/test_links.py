@@ -8,7 +8,7 @@ import time
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange, ticket
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of, ticket
 from holmes_ext.runtime.outer.peers import links as links_module
 from holmes_ext.runtime.outer.peers import transfer
 from holmes_ext.runtime.outer.peers.links import PeerLinks, PeersFailed, lanes_for, split
@@ -25,7 +25,7 @@ class Rank:
     """One rank of a job."""
 
     def __init__(self, job, token=TOKEN, serve=None):
-        self.identity = RankIdentity(job, f"incarnation-of-{job}", 0, f"secret-of-{job}")
+        self.identity = RankIdentity(job, incarnation_of(f"secret-of-{job}"), 0, f"secret-of-{job}")
         listening = open_port(PortRange(), NOWHERE, 0)
         address = address_text("127.0.0.1", listening.getsockname()[1])
 

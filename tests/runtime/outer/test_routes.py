@@ -9,7 +9,7 @@ import pytest
 import torch
 from joined_jobs import TOKEN, coordinator, in_threads, joined_of
 
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange, ticket
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of, ticket
 from holmes_ext.runtime.outer.coordinator import relay
 from holmes_ext.runtime.outer.coordinator.client import ask_status
 from holmes_ext.runtime.outer.peers import routes as routes_module
@@ -29,7 +29,7 @@ class Rank:
     """One rank of a job. listens: others can call it."""
 
     def __init__(self, job, port, listens):
-        self.identity = RankIdentity(job, f"incarnation-of-{job}", 0, f"secret-of-{job}")
+        self.identity = RankIdentity(job, incarnation_of(f"secret-of-{job}"), 0, f"secret-of-{job}")
         where = JoinAddress(job, "127.0.0.1", port)
         listening = open_port(PortRange() if listens else PortRange(None), where, 0)
         address = address_text("127.0.0.1", listening.getsockname()[1]) if listens else ""
@@ -177,7 +177,8 @@ def test_a_standing_line_on_which_something_else_came_is_dropped(monkeypatch):
     """A closed one was kept for ever where unread bytes hid its end."""
     monkeypatch.setattr(relay, "_LOOK_S", 0.05)
     with coordinator() as server:
-        told = {"purpose": "standby", "job": "west", "incarnation": "1", "secret": "s", "rank": 0}
+        told = {"purpose": "standby", "job": "west", "incarnation": incarnation_of("s"), "secret": "s",
+                "rank": 0}
         deadline = Deadline(10, "a test")
         line = handshake.call("127.0.0.1", server.port, Credentials(TOKEN), told, deadline)
         until(lambda: server.relay._lines)
@@ -247,7 +248,7 @@ def test_a_port_that_is_closed_from_outside_is_found_at_the_start(monkeypatch):
     monkeypatch.setattr(listening, "is_loopback", lambda host: False)
     with coordinator() as server:
         where, identity = JoinAddress("east", "127.0.0.1",
-                                      server.port), RankIdentity("east", "1", 0, "secret")
+                                      server.port), RankIdentity("east", incarnation_of("s"), 0, "s")
         opened = open_port(PortRange(), where, 0)
 
         def told(one):

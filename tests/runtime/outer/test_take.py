@@ -143,6 +143,30 @@ def test_takers_that_are_gone_do_not_keep_others_waiting(state):
         assert not thread.is_alive()
 
 
+def test_one_job_cannot_take_all_turns(state):
+    """Four connections of one job that asked for nothing kept all others that came back from weights."""
+    giver, threads = take.Giver(state), []
+
+    def taker(job):
+        ours, theirs = socket.socketpair()
+        threads.append(threading.Thread(target=giver.give, args=(Channel(theirs), {"job": job})))
+        threads[-1].start()
+        return Channel(ours)
+
+    idle = [taker("zero") for _ in range(8)]
+    until = Deadline(20, "the liar's turns")
+    while giver._taking["zero"] < 2:
+        until.check()
+    honest = taker("west")
+    assert ask(honest, 0)[0] == 0
+    assert giver._taking["zero"] == 2
+    for channel in (honest, *idle):
+        channel.close()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 class Alone:
     """A job of one rank."""
 

@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.token import kept_file, served_token, token_from, warning_of
+from holmes_ext.runtime.outer.token import exposure_of, kept_file, served_token, token_from, warning_of
 
 TOKEN = "the token of these tests"
 
@@ -50,7 +50,7 @@ def test_serve_keeps_what_it_drew(tmp_path):
     environ = {"HOME": str(tmp_path)}
     token, path = served_token(environ, 29600)
     assert path == kept_file(environ, 29600) and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert len(token) >= 24 and warning_of(token) == ""
+    assert len(token) >= 24 and warning_of(token) == exposure_of(path) == ""
     assert served_token(environ, 29600) == (token, path), "a restart finds it"
     assert served_token(environ, 29601)[0] != token
     assert token_from(environ, 29600) == token, "`holmes join status` on the same host"
@@ -79,3 +79,11 @@ def test_a_token_that_can_be_guessed_is_said():
         warning_of("aaaaaaaaaaaaaaaaaaaaaaaa") and warning_of("123412341234") and warning_of("passwordpass")
     )
     assert not warning_of("dGhpcyBpcyBub3QgYSB0b2tlbg")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
+def test_a_file_that_others_can_read_is_said(mode, tmp_path):
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(mode)
+    assert f"chmod 600 {path}" in exposure_of(path)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from holmes_ext.plan.cost.buckets import UNDER_WAY
+from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime.reduce import reducer
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Item
 from holmes_ext.runtime.reduce.side_stream import SideStream
@@ -91,7 +91,7 @@ def reducer_on(gpu, count, dtype=None):
         _items=[Item.of(str(n), p, dtype) for n, p in enumerate(parameters)], fabric=None,
         _sum=SimpleNamespace(
             all_reduce=lambda flat: gpu.log.append(("reduce", gpu.current)) or Done(), two_level=None,
-            way=None, group=None, follow=lambda: False),
+            reduction=None, group=None, follow=lambda: False),
         _all_owners=None, _to_owners=None, bucket_bytes=32, _deferred=[], _step=0, _expected=[1] * count,
         _seen=[], _side=SideStream(), times=None,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def test_no_more_buckets_have_memory_than_the_plan_counts(monkeypatch, dtype):
     for index, parameter in enumerate(made._parameters):
         made._gradient_arrived(index, parameter)
     made.finish()
-    assert most == UNDER_WAY and not any(bucket._flat is not None for bucket in made._buckets)
+    assert most == BUCKETS_IN_FLIGHT and not any(bucket._flat is not None for bucket in made._buckets)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -14,7 +14,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.reduce.tied import tied_sum_of
+from holmes_ext.runtime.reduce.tied import made, tied_sum_of
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
@@ -36,6 +36,7 @@ def summed(rank):
     site = site_from_spec(load_spec(FILE))
     plan = build_plan(site, sizes)
     session.set_active(Session(Options(), Process(rank, 4, 0, 1, "", 0, ""), site, plan, rank))
+    made.clear()
     tied_sum = tied_sum_of(group, sizes, DEVICE)
     local = own(rank).to(DEVICE)
     assert tied_sum.takes(local) and not tied_sum.takes(local.t())

@@ -13,7 +13,7 @@ from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.reduce.reducer import GradientReducer
-from holmes_ext.runtime.reduce.two_level import Piece, TwoLevelAllReduce, pieces
+from holmes_ext.runtime.reduce.two_level import Shard, TwoLevelAllReduce, shards
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 #: What clusters of equal size get.
@@ -21,26 +21,26 @@ KIND = TwoLevelCollectives if ON_GPUS else TwoLevelAllReduce
 
 
 def test_pieces_of_equal_clusters_pair_the_ranks():
-    assert pieces(8, [[0, 1], [2, 3]]) == [Piece(0, 4, (0, 2)), Piece(4, 8, (1, 3))]
+    assert shards(8, [[0, 1], [2, 3]]) == [Shard(0, 4, (0, 2)), Shard(4, 8, (1, 3))]
 
 
 def test_pieces_of_unequal_clusters_are_cut_where_an_owner_changes():
-    assert pieces(12, [[0, 1], [2, 3, 4]]) == [
-        Piece(0, 4, (0, 2)),
-        Piece(4, 6, (0, 3)),
-        Piece(6, 8, (1, 3)),
-        Piece(8, 12, (1, 4)),
+    assert shards(12, [[0, 1], [2, 3, 4]]) == [
+        Shard(0, 4, (0, 2)),
+        Shard(4, 6, (0, 3)),
+        Shard(6, 8, (1, 3)),
+        Shard(8, 12, (1, 4)),
     ]
 
 
 @pytest.mark.parametrize("clusters", [[[0, 1], [2, 3, 4]], [[0], [1, 2], [3, 4, 5, 6]], [[5, 3], [1, 0]]])
 @pytest.mark.parametrize("numel", [1, 2, 7, 97])
 def test_pieces_cover_a_chunk_once_and_name_one_owner_of_each_cluster(clusters, numel):
-    found = pieces(numel, clusters)
-    assert ([piece.start for piece in found] == [0, *(piece.stop for piece in found[:-1])]
+    found = shards(numel, clusters)
+    assert ([shard.start for shard in found] == [0, *(shard.stop for shard in found[:-1])]
             and found[-1].stop == numel)
-    for piece in found:
-        assert all(owner in members for owner, members in zip(piece.owners, clusters))
+    for shard in found:
+        assert all(owner in members for owner, members in zip(shard.owners, clusters))
 
 
 def test_prediction_prefers_two_levels_where_the_link_is_slow_and_clusters_are_large():

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import select
 import socket
 import ssl
@@ -11,6 +12,7 @@ import threading
 
 import pytest
 
+from holmes_ext import document
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.sockets import handshake
 from holmes_ext.runtime.sockets.certificates import site_contexts
@@ -246,6 +248,54 @@ def test_something_else_is_named(data):
         answer(theirs, Credentials(TOKEN), soon(), plain_too=True)
 
 
+def test_slow_bytes_of_a_tls_handshake_do_not_keep_the_listener_waiting():
+    """One each 50 ms of a hello that never ends: the handshake as a whole has its time."""
+    ours, theirs = socket.socketpair()
+    stop, found = threading.Event(), {}
+
+    def trickle():
+        hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)
+        with contextlib.suppress(OSError):
+            for byte in hello:
+                ours.send(bytes([byte]))
+                if stop.wait(0.05):
+                    return
+
+    def listen():
+        try:
+            answer(theirs, Credentials(TOKEN), soon(1.0), plain_too=False)
+        except OSError as error:
+            found["why"] = error
+
+    threads = [threading.Thread(target=one) for one in (trickle, listen)]
+    for one in threads:
+        one.start()
+    threads[1].join(20)
+    assert threads[0].is_alive() and isinstance(found["why"], TimeoutError)
+    stop.set()
+    ours.close()
+
+
+def test_nothing_is_told_to_who_takes_tls_away():
+    """Whoever stands between answers as a plain listener does: the caller's purpose stays with it."""
+    ours, theirs = socket.socketpair()
+    heard = bytearray()
+
+    def between():
+        with contextlib.suppress(OSError):
+            heard.extend(theirs.recv(4096))
+            Channel(theirs).send({"holmes": 2, "challenge": "0" * 32}, soon())
+            while data := theirs.recv(4096):
+                heard.extend(data)
+
+    thread = threading.Thread(target=between)
+    thread.start()
+    with pytest.raises(Refused, match="does not speak TLS"):
+        greet(ours, "there:1", Credentials(TOKEN), {"purpose": "a secret purpose"}, soon())
+    thread.join(10)
+    assert heard[0] == 0x16 and b"purpose" not in heard and b"challenge" not in heard
+
+
 def test_another_version_is_refused_in_words():
     ours, theirs = socket.socketpair()
     Channel(theirs).send({"holmes": 3, "challenge": "00"}, soon())
@@ -309,6 +359,35 @@ def test_a_sites_own_certificates(site):
     assert isinstance(caller, Refused)
 
 
+def test_a_certificate_that_is_over_is_refused_and_said(site):
+    script = """
+    openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=job -keyout over.key \\
+        -out over.csr
+    openssl x509 -req -in over.csr -CA one.pem -CAkey one.key -CAcreateserial -days -1 -out over.crt
+    cat over.crt over.key > over.pem
+    """
+    subprocess.run(["bash", "-e", "-c", script], cwd=site, capture_output=True, check=True)
+    over = Credentials(TOKEN, certificate=str(site / "over.pem"), authority=str(site / "one.pem"))
+    caller, listener = meet(of_site(site, "one"), over)
+    assert isinstance(caller, Refused) and "certificate has expired" in str(caller)
+    caller, listener = meet(over, of_site(site, "one"))
+    assert isinstance(listener, NotHolmes) and "certificate has expired" in str(listener)
+    assert isinstance(caller, (OSError, HolmesError))
+
+
+def test_a_certificate_that_signed_itself_is_refused(site):
+    """With the token, and the name of a good one: not signed by the site's CA."""
+    script = """
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=one -keyout self.key \\
+        -out self.crt
+    cat self.crt self.key > self.pem
+    """
+    subprocess.run(["bash", "-e", "-c", script], cwd=site, capture_output=True, check=True)
+    one = Credentials(TOKEN, certificate=str(site / "self.pem"), authority=str(site / "one.pem"))
+    caller, listener = meet(one, of_site(site, "one"))
+    assert isinstance(listener, NotHolmes) and isinstance(caller, (OSError, HolmesError))
+
+
 def test_files_that_cannot_be_used_are_named(site, tmp_path):
     bad, good, none = tmp_path / "bad.pem", site / "one-job.pem", tmp_path / "none.pem"
     bad.write_text("nothing")
@@ -317,6 +396,19 @@ def test_files_that_cannot_be_used_are_named(site, tmp_path):
         with pytest.raises(HolmesError) as told:
             site_contexts(str(certificate), str(authority))
         assert str(tmp_path) in str(told.value)
+
+
+def test_certificates_out_of_a_pipe(site, tmp_path, monkeypatch):
+    """As <(vault read ...) gives them; of one from which nothing comes the process hung."""
+    monkeypatch.setattr(document, "_PIPE_S", 0.2)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(HolmesError, match="pipe: cannot be read .nothing comes"):
+        site_contexts(str(tmp_path / "pipe"), str(site / "one.pem"))
+    reading, writing = os.pipe()
+    os.write(writing, (site / "one-job.pem").read_bytes())
+    os.close(writing)
+    assert site_contexts(f"/proc/self/fd/{reading}", str(site / "one.pem")).certificate
+    os.close(reading)
 
 
 def test_what_a_terminal_would_obey_is_not_shown():

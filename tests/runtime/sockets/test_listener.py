@@ -72,6 +72,30 @@ def test_a_crowded_address_makes_room_for_others(monkeypatch):
             each.close()
 
 
+def test_all_addresses_of_one_ipv6_network_count_as_one(monkeypatch):
+    """Somebody with a /64 has any number of addresses: an honest caller was the oldest of many, and went."""
+    hosts = iter(["2001:db8:1::1", *(f"2001:db8:2::{k:x}" for k in range(20))])
+    monkeypatch.setattr(listener, "peer_host", lambda connection: next(hosts))
+    with listening(waits, per_address=5, strangers=8) as one:
+        honest = call(one)
+        crowd = [call(one) for _ in range(20)]
+        until(lambda: crowd[14].recv(1) == b"")
+        honest.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            honest.recv(1)
+        for each in (honest, *crowd):
+            each.close()
+
+
+@pytest.mark.parametrize("host, network", [
+    ("10.1.2.3", "10.1.2.3"), ("::ffff:10.1.2.3", "::ffff:10.1.2.3"),
+    ("2001:db8:0:1:a:b:c:d", "2001:db8:0:1::/64"),
+    ("fe80::1%eth0", "fe80::/64"), ("a name", "a name"),
+])  # fmt: skip
+def test_networks(host, network):
+    assert addresses.network_of(host) == network
+
+
 def test_who_is_admitted_is_no_stranger_any_more():
     def handle(guest):
         if guest.admit():
@@ -162,6 +186,7 @@ def test_an_address_without_a_port_takes_the_default():
 
 
 @pytest.mark.parametrize("text", [
+    "a" * 64 + ":5", "a..b:5", ".:5",
     "", "host", "host:", ":5", "host:0", "host:65536", "host:-1", "host:1e3", "::1:29600", "[::1",
     "[::1]29600", "[zz]:5",    "a b:5", "a\x1b[31m:5", "host:٥", "host:5:6", "x" * 300 + ":5",
 ])  # fmt: skip

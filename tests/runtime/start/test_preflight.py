@@ -77,7 +77,7 @@ def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5
 def test_each_pair_of_nodes_once_for_each_fabric():
     site = site_of(processes=2)
     todo = preflight.pairs(build_plan(site, Sizes(pipeline=2)))
-    keys = [(pair.fabric, frozenset((pair.one, pair.two))) for pair in todo]
+    keys = [(pair.fabric, frozenset((pair.first, pair.second))) for pair in todo]
     assert len(keys) == len(set(keys))
     fast = {names for fabric, names in keys if fabric != ETHERNET}
     assert fast == {frozenset(("a0", "a1")), frozenset(("b0", "b1"))}

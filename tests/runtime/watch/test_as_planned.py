@@ -91,7 +91,7 @@ def test_no_overlap(job, capsys):
     follow(current, overlap=False)
     assert "after the backward pass, planned under" in compared(current, capsys)[1][0]
     current = job("deepspeed")
-    follow(current, overlap=False, told=True)
+    follow(current, overlap=False, reported=True)
     done, lines = compared(current, capsys)
     assert len(done["differences"]) == 1 and lines == [], "the user knows why"
 

@@ -204,6 +204,23 @@ def test_where_another_rank_refused_bad_input_only_that_is_told(current, monkeyp
             and line.endswith("; first seen as: " "rank 0 on node a0: " "ValueError: no"))
 
 
+def test_a_failure_of_nccl_is_told_once_and_names_who_is_lost(current, monkeypatch, capfd):
+    monkeypatch.setattr(nics, "trouble", lambda port: "")
+    monkeypatch.setattr(nics, "answers_at", lambda source, target: True)
+    errors = [([0, 1, 2], "REMOTE_ERROR"), ([0, 1], "COMM_ERROR")]
+    monkeypatch.setattr(failure, "nccl_errors", lambda: errors)
+    watch = nic_watch.NicWatch(0.0, trouble=nics.trouble)
+    for now in range(3):
+        watch.look(float(now))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("holmes: rank 1 on node b1: communication failed; node b0 (rank 0) is lost: "
+                           "NCCL's COMM_ERROR in the group of ranks 0, 1"), line
+    errors[:] = [([0, 1], "TIMEOUT")]
+    assert "; the timeout has passed: NCCL's TIMEOUT" in failure.of_nccl()
+    errors.clear()
+    assert failure.of_nccl() is None
+
+
 def test_other_errors_are_left_alone(current):
     assert (failure.explain(RuntimeError("shapes do not match")) is None
             and failure.explain(ValueError("gloo")) is None)

@@ -19,7 +19,7 @@ from holmes_ext.plan.sizes import Sizes, groups
 
 def twins(fold: Fold) -> Iterator[GroupFamily]:
     """Groups of the first and the last stage that hold the same part of such a weight, as one family each."""
-    last = {own.pipelines: own for own in fold.families(fold.stages[-1])}
+    last = {family.pipelines: family for family in fold.families(fold.stages[-1])}
     for first in fold.families(0):
         if (other := last.get(first.pipelines)) is not None:
             parts, ring = first.parts + other.parts, first.ring + other.ring
@@ -38,7 +38,8 @@ def in_two_levels(
     """None where a stage lies on several clusters, both lie on one, or a stage has one rank."""
     clusters = [network.cluster(kind) for kind, _ in both.ring]
     first = sum(part.nodes * part.here for part in both.parts if network.cluster(part.kind) == clusters[0])
-    apart = 2 * first == both.ranks and sum(one != two for one, two in zip(clusters, clusters[1:])) == 1
+    borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
+    apart = 2 * first == both.ranks and borders == 1
     if network.only is not None or both.ranks == 2 or not apart:
         return None
     return two_levels(network, both, size, direct, groups, "off", inside_bps, spread=False)
@@ -46,6 +47,6 @@ def in_two_levels(
 
 def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
     """Ranks with the same part of such a weight: of the first and of the last stage in turn."""
-    group_of = {rank: own for own in groups(sizes, "data") for rank in own}
+    group_of = {rank: group for group in groups(sizes, "data") for rank in group}
     ends = {(group_of[ranks[0]], group_of[ranks[-1]]) for ranks in groups(sizes, "pipeline")}
     return [tuple(rank for pair in zip(first, last) for rank in pair) for first, last in sorted(ends)]

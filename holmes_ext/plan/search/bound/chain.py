@@ -63,7 +63,7 @@ class ChainBound(StepLowerBound):
         down = fixed + self.extra_forward[stage] + sent - (self.edges[stage - 1] if stage else 0.0)
         passes = [self._passes(stage, layers) for layers in range(most + 1)]
         after = [self._left(stage, layers, rest_s) for layers in range(most + 1)]
-        found: dict[int, tuple[float, int, int]] = {}
+        result: dict[int, tuple[float, int, int]] = {}
         for held, end in ends.items():
             room, spare = self.layers - held, held - (self.count - 1 - stage)
             below = self.below[stage] + (spare * self.more_below[stage] if spare else 0.0)
@@ -76,6 +76,6 @@ class ChainBound(StepLowerBound):
                 if moment + after[n] <= step_s:
                     if sent:  # its NIC is done, an edge before
                         moment = max(moment, down + f * n + more)
-                    if held + n not in found or moment < found[held + n][0]:
-                        found[held + n] = moment, n, held
-        return found
+                    if held + n not in result or moment < result[held + n][0]:
+                        result[held + n] = moment, n, held
+        return result

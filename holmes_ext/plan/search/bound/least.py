@@ -127,14 +127,14 @@ class StepLowerBound(Stages):
         each_of = ((rest, most) for (rest, most), _ in groups)
         every = sorted({n * each + once for (each, once), most in each_of for n in range(1, most + 1)})
         small = APART * self.m * self.layers / self.count * min(self.each)
-        found, at = [], 0
+        result, at = [], 0
         while at < len(every):
             above = bisect_right(every, every[at] + max(small, 10 * APART * every[at]))
             limit = every[above] if above < len(every) else inf
             if sum(count * max(0, _below(limit, *group)) for group, count in groups) >= self.layers:
-                found.append((every[at], limit))
+                result.append((every[at], limit))
             at = above
-        return found
+        return result
 
     def _blocked(self, stage: int) -> tuple[float, float]:
         """Seconds for which a message holds it up: to the stage above, and both."""
@@ -159,9 +159,9 @@ class StepLowerBound(Stages):
             return (pairs + count + 1) * both + max(0, pairs - 1) * blocked
 
         once = in_rounds(1) if rounds else -inf
-        found = _Passes(alone, once, in_rounds(rounds) if rounds > 1 else once, rounds)
-        self.own[stage][layers] = found
-        return found
+        result = _Passes(alone, once, in_rounds(rounds) if rounds > 1 else once, rounds)
+        self.own[stage][layers] = result
+        return result
 
     def _begun(self, stage: int, layers: int) -> int:
         """Micro-batches before the first backward, at most."""

@@ -188,7 +188,6 @@ class ShapeBound:
             found.append(seconds)
         return min(found)
 
-
     @property
     def ring_bits(self) -> float:
         """Of all gradients, if they go uncompressed round the clusters (so a ring's worst link counts); else
@@ -201,11 +200,11 @@ class ShapeBound:
 
 def rates_between(network: Network) -> dict[tuple[int, int], float]:
     """Bits/s from cluster to cluster: of the slowest hop; inf where they are on one fast network."""
-    found = {}
+    result = {}
     for pair in permutations(range(len(network.kinds)), 2):
         hops = network.wan.hops(*map(network.cluster, pair)) if network.fabric(pair).name == ETHERNET else ()
-        found[pair] = min((hop.rate_bps for hop in hops), default=inf)
-    return found
+        result[pair] = min((hop.rate_bps for hop in hops), default=inf)
+    return result
 
 
 def best_links(network: Network) -> tuple[list[float], list[list[float]], float]:
@@ -223,7 +222,7 @@ def best_links(network: Network) -> tuple[list[float], list[list[float]], float]
         tree.append(rate[one, two])
     links = [sorted((rate[a, b] for a in every if a != b), reverse=True) for b in every]
     uplinks = [network.wan.uplink_of.get(name, inf) for name in clusters]
-    into = [[min(sum(own[:count]), uplink) for own, uplink in zip(links, uplinks)] for count in every[1:]]
+    into = [[min(sum(link[:count]), uplink) for link, uplink in zip(links, uplinks)] for count in every[1:]]
     latency_s = min(sum(hop.latency_s for hop in own) for own in hops)
     return sorted(tree, reverse=True), [sorted(own, reverse=True) for own in into], latency_s
 

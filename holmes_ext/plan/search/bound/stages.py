@@ -109,9 +109,9 @@ class Stages:
     def _most_ahead(self) -> list[int]:
         """1F1B's, and as many more as hide the edges below at the least pace (plan/cost/pipeline.py,
         in_flight)."""
-        found = [self.count - stage for stage in range(self.count)]
+        result = [self.count - stage for stage in range(self.count)]
         if self.costs.hidden is None:
-            return found
+            return result
         edges = tuple(row[1] for row in self.costs.transfer_s[: self.count - 1])
         mean_s = (sum(self.extra) + self._least_work()) / self.count
         alone = edges, self.costs.hidden
@@ -119,8 +119,8 @@ class Stages:
         ways = [(own, max(mean_s, *sent)) for own, sent in (alone, shared)]
         for stage in reversed(range(self.count - 1)):
             more = max(2 * own[stage] / pace if pace else 0.0 for own, pace in ways)
-            found[stage] = found[stage + 1] + 1 + ceil(more)
-        return found
+            result[stage] = result[stage + 1] + 1 + ceil(more)
+        return result
 
     def _least_work(self) -> float:
         """Of all blocks of one micro-batch: each stage one, the others where they are fastest and fit."""
@@ -139,8 +139,8 @@ class Stages:
         key: Hashable = what, content, low, ends, self.run.two_level, self.run.reductions[stage : stage + 1]
         if key not in self.prices.known:
             self.prices.known[key] = make(stage, low)
-        found: T = self.prices.known[key]
-        return found
+        result: T = self.prices.known[key]
+        return result
 
     # ------------------------------------------------------------------- messages
 
@@ -154,8 +154,8 @@ class Stages:
         key = "message", parts[stage // tied], parts[other // tied], stage % tied, other - stage, low
         if key not in prices.known:
             prices.known[key] = self._message_of(stage, other, low)
-        found: Message = prices.known[key]
-        return found
+        message: Message = prices.known[key]
+        return message
 
     def _message_of(self, stage: int, other: int, low: int) -> Message:
         prices, network = self.prices, self.prices.network
@@ -176,13 +176,13 @@ class Stages:
     def _sent_both_ways(self, messages: Sequence[Message]) -> list[float]:
         """In which a stage's NIC sends an activation down and a gradient up; 0 where these leave through
         others, or networks were measured (a NIC may carry more then than one message)."""
-        found = [0.0] * self.count
+        result = [0.0] * self.count
         if self.prices.network.links.measured or self.placement.stride % self.prices.network.processes:
-            return found
+            return result
         for stage in range(1, self.count - 1):
             up, down = messages[stage - 1], messages[stage]
-            found[stage] = up.nic_s + down.nic_s if up.fabric == down.fabric else 0.0
-        return found
+            result[stage] = up.nic_s + down.nic_s if up.fabric == down.fabric else 0.0
+        return result
 
     # ------------------------------------------------------------------- reductions
 
@@ -222,7 +222,7 @@ class Stages:
         prices, run = self.prices, self.run
         fold, (place,) = prices.fold(self.placement, stage)
         kind = fold.kind_at(low)
-        family = next(own for own in fold.families(place) if kind in own.pipelines)
+        family = next(group_family for group_family in fold.families(place) if kind in group_family.pipelines)
         if family.ranks == 1:
             return PricedReduction(), family
         if run.in_two_levels(stage):
@@ -268,7 +268,7 @@ def _nic_s(load: Load) -> float:
 def _columns(placement: Placement) -> list[int]:
     """The first positions of pipelines that lie on the same kinds of nodes on every stage."""
     contents = dict.fromkeys(placement.stages)
-    ends = {end for own in contents for end in accumulate(ranks for _, ranks in own)}
+    ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
     return [0, *sorted(ends)[:-1]]
 
 

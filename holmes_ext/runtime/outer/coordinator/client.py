@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.address import incarnation_of
 from holmes_ext.runtime.outer.coordinator.heartbeat import Heartbeat
 from holmes_ext.runtime.sockets.addresses import address_text
 from holmes_ext.runtime.sockets.channel import Channel
@@ -43,12 +44,11 @@ class CoordinatorClient:
         port: int,
         credentials: Credentials,
         hello: Callable[[], Mapping[str, Any]],
-        incarnation: str = "",
         secret: str = "",
     ):
-        self.job, self.incarnation = job, incarnation or secrets.token_hex(8)
-        self._where, self._credentials, self._hello = (host, port), credentials, hello
         self._secret = secret or secrets.token_hex(16)
+        self.job, self.incarnation = job, incarnation_of(self._secret)
+        self._where, self._credentials, self._hello = (host, port), credentials, hello
         self._channel: Channel | None = None
         self._said_hello = self._accepted = False
         self._heartbeat: Heartbeat | None = None

@@ -39,6 +39,9 @@ class Member:
     took: dict[int, str] = field(default_factory=dict)
     rounds: int = 0
     missed: int = 0
+    # Rounds in a row in which the others waited for it in vain; the first one that it may be in again.
+    in_vain: int = 0
+    rests_until: int = 0
     lag_s: float = 0.0
     telemetry: dict[str, float] = field(default_factory=dict)
     # When another incarnation asked for its name first.

@@ -44,8 +44,8 @@ class Membership:
         self.committed: dict[int, int] = {}
         # Whether a round of several jobs was one of them.
         self.together = False
-        # After a restart: jobs that others know of, and until when they are waited for.
-        self.awaited: dict[str, float] = {}
+        # After a restart: jobs that others know of, and since when they are waited for.
+        self._awaited: dict[str, float] = {}
         self.events: list[str] = []
         self.started = now
         self._order = 0
@@ -68,16 +68,18 @@ class Membership:
             if old is not None and old.incarnation == incarnation:
                 new.state, new.order, new.rounds, new.missed = "late", old.order, old.rounds, old.missed
                 new.current = old.current
+        if old is not None:
+            new.in_vain, new.rests_until = old.in_vain, old.rests_until
         self.members[name] = new
         self._forget_gone()
-        self.awaited.pop(name, None)
+        self._awaited.pop(name, None)
         if not self.committed:
             rounds = [one.hello.round for one in self._present()]
             self.number = min(max(self.number, *rounds), statistics.median_low(rounds) + _AHEAD)
-        if now - self.started < told.timeout:
+        if now - self.started < self._patience_for_peers_s():
             for peer in told.peers:
-                if peer not in self.members:
-                    self.awaited.setdefault(peer, now + told.timeout)
+                if peer not in self.members and len(self._awaited) < MOST_JOBS**2:
+                    self._awaited.setdefault(peer, now)
         self.events.append(f"job {name} is here ({len(told.addresses)} ranks, {new.state})")
         return {"verdict": "hello", "round": self.number, "state": new.state}
 
@@ -210,7 +212,16 @@ class Membership:
 
     def gathering(self, now: float) -> bool:
         """After a restart: whether jobs are awaited without whom it cannot be known what most have."""
-        return not self.committed and any(now < until for until in self.awaited.values())
+        return not self.committed and self.awaits_peers(now)
+
+    def awaits_peers(self, now: float) -> bool:
+        """After a restart: whether jobs that others know of may still come."""
+        patience_s = self._patience_for_peers_s()
+        return any(now < since + patience_s for since in self._awaited.values())
+
+    def _patience_for_peers_s(self) -> float:
+        """Not what one job says, which may know of jobs that are none."""
+        return statistics.median_low(member.hello.timeout for member in self._present())
 
     def patience_s(self, members: Iterable[Member]) -> float:
         """How long these wait for each other: no single job decides."""

@@ -41,6 +41,8 @@ class RollingCoordinator(Coordinator):
         if self.gathering(now):
             return None
         self.claim(member, report.claims)
+        if self.rests(member, self.number + 1):
+            return None
         member.state = "in"
         self._asked[name], self._offers[name] = now, report
         if told := self._told(name, now):

@@ -35,6 +35,8 @@ class Coordinator(Settlement):
         if self.gathering(now):
             return None
         self.claim(member, report.claims)
+        if self.rests(member, number):
+            return {"verdict": "skip", "round": self.number}
         if member.state == "late":
             self.events.append(f"job {name} is back")
         member.state = "in"
@@ -105,11 +107,11 @@ class Coordinator(Settlement):
         missing = [m for m in present if m.name not in known.ready]
         if known.half_ready is None and 2 * len(missing) <= len(present):
             known.half_ready = now
-        awaited = [name for name, until in self.awaited.items() if now < until]
-        if (missing or awaited) and now < self.due(known):
+        if (missing or self.awaits_peers(now)) and now < self.due(known):
             return
         for member in missing:
-            self._is_late(member, f"round {known.number} goes on without job {member.name}, which is late")
+            self.events.append(f"round {known.number} goes on without job {member.name}, which is late")
+            self._is_late(member, known)
         here = [self.members[name] for name in known.ready if self.members[name].state == "in"]
         here.sort(key=lambda member: member.order)
         claims = {m.name: self._salted_claim(known, m) for m in here}

@@ -8,9 +8,9 @@ connections for each job.
     reachable   whether the caller's port can be called
     standby, relay    of ranks that cannot be called (relay.py)
 
-All decisions are rules.Coordinator's. A connection speaks for the job that its handshake named, and the first
-one of an incarnation names a secret that later ones must know, so that no job speaks for another. A job whose
-report cannot be true is dropped.
+All decisions are rules.Coordinator's. A connection speaks for the job that its handshake named, with the
+secret of which the incarnation is a hash, so that no job speaks for another, not even where the coordinator
+has just been restarted. A job whose report cannot be true is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.address import is_name, ticket
+from holmes_ext.runtime.outer.address import incarnation_of, is_name, ticket
 from holmes_ext.runtime.outer.coordinator.client import IDLE_S, POLL_S
 from holmes_ext.runtime.outer.coordinator.membership import NotHere
 from holmes_ext.runtime.outer.coordinator.relay import PeerRelay
@@ -36,7 +36,7 @@ from holmes_ext.runtime.outer.coordinator.reports import (
 )
 from holmes_ext.runtime.outer.coordinator.rolling import RollingCoordinator
 from holmes_ext.runtime.outer.coordinator.status import status_of
-from holmes_ext.runtime.sockets.addresses import listen
+from holmes_ext.runtime.sockets.addresses import listen, network_of
 from holmes_ext.runtime.sockets.channel import Channel
 from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.handshake import (
@@ -61,9 +61,9 @@ _SILENCE_S = 3600.0
 _ANSWER_S = 60.0
 #: Bytes of a hello: the maps of a job with thousands of ranks.
 _LONGEST = 64 * 2**20
-#: Incarnations whose secret is remembered, and lines about callers that were turned away, for each address in
-#: a minute.
-_SECRETS, _COMPLAINTS = 1024, 5
+#: Incarnations that are not here whose secret is remembered; lines in a minute about callers that were turned
+#: away, of each network and in all.
+_SECRETS, _COMPLAINTS, _COMPLAINTS_IN_ALL = 1024, 5, 60
 #: Connections of jobs at a time: two, and one for each rank that cannot be called.
 _ADMITTED = 8192
 #: Seconds to find out whether a rank can be called.
@@ -87,12 +87,12 @@ class CoordinatorServer:
         self._coordinator = RollingCoordinator(time.monotonic())
         self._heartbeats: dict[tuple[str, str], Channel] = {}
         self._secrets: dict[tuple[str, str], str] = {}
-        self._complaints: dict[str, list[float]] = {}
+        self._complaints: list[tuple[float, str]] = []  # (when, from which network)
         self._told = 0
         self._ended = threading.Event()
         try:
             self._listener = Listener(listen(host, port), self._welcome, "holmes-serve", admitted=_ADMITTED)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise HolmesError(
                 f"holmes join serve: {host or '*'}:{port} cannot be listened on ({why(error)}); give another"
                 " --host or --port"
@@ -145,29 +145,27 @@ class CoordinatorServer:
         job, incarnation, secret = (str(purpose.get(key, "")) for key in ("job", "incarnation", "secret"))
         if not is_name(job) or not is_name(incarnation) or not is_name(secret):
             raise HolmesError("a caller names no job, incarnation and secret")
-        with self._changed:
-            known = self._secrets.setdefault((job, incarnation), secret)
-            if len(self._secrets) > _SECRETS:
-                here = {
-                    (m.name, m.incarnation) for m in self._coordinator.members.values() if m.state != "gone"
-                }
-                self._secrets = {
-                    key: one for key, one in self._secrets.items() if key in here or key[0] == job
-                }
-        if not hmac.compare_digest(known, secret):
+        if not hmac.compare_digest(incarnation_of(secret), incarnation):
             raise HolmesError(f"a caller says that it is job {job}, but is another")
+        with self._changed:
+            self._secrets[job, incarnation] = secret
+            here = {(m.name, m.incarnation) for m in self._coordinator.members.values()}
+            for old in [key for key in self._secrets if key not in here][:-_SECRETS]:
+                del self._secrets[old]
         return job, incarnation
 
     def _complain(self, host: str, reason: str) -> None:
-        """A line for the log, not more than a few for each address in a minute."""
-        now = time.monotonic()
+        """A line for the log, not more than a few for each network in a minute, nor many in all."""
+        now, network = time.monotonic(), network_of(host)
         with self._changed:
-            recent = [at for at in self._complaints.get(host, ()) if now - at < 60][-_COMPLAINTS:]
-            self._complaints[host] = [*recent, now]
-            if len(self._complaints) > _SECRETS:
-                self._complaints.pop(next(iter(self._complaints)))
-        if len(recent) < _COMPLAINTS:
-            self._tell(f"a caller from {host} was turned away: {printable(reason)}")
+            self._complaints = [(at, who) for at, who in self._complaints if now - at < 60]
+            of_network = sum(who == network for _, who in self._complaints)
+            if of_network >= _COMPLAINTS or len(self._complaints) >= _COMPLAINTS_IN_ALL:
+                return
+            self._complaints.append((now, network))
+            last = len(self._complaints) == _COMPLAINTS_IN_ALL
+        more = "; so many are that no more are told for a minute" if last else ""
+        self._tell(f"a caller from {host} was turned away: {printable(reason)}{more}")
 
     def _heartbeat(self, channel: Channel, job: str, incarnation: str) -> None:
         self._heartbeats[job, incarnation] = channel

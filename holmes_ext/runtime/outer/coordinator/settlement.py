@@ -19,6 +19,9 @@ from holmes_ext.runtime.outer.coordinator.membership import Membership, Reply
 from holmes_ext.runtime.outer.coordinator.reports import CheckedReport, Claim, DoneReport
 from holmes_ext.runtime.outer.coordinator.round_state import RoundState
 
+#: Times in a row that a job is waited for in vain without consequence; rounds that it sits out at most.
+_IN_VAIN, _LONGEST_REST = 2, 31
+
 
 class Settlement(Membership):
     """rounds: by number."""
@@ -155,7 +158,7 @@ class Settlement(Membership):
         for name in lost:
             self.events.append(f"round {known.number}: job {name} is lost on the way")
             if self.members[name].state == "in":
-                self._is_late(self.members[name])
+                self._is_late(self.members[name], known)
         rest = {name: share for name, share in known.members.items() if name not in lost}
         counting = [name for name, share in rest.items() if share > 0]
         if not counting or len(counting) < self.least([self.members[name] for name in rest]):
@@ -169,11 +172,24 @@ class Settlement(Membership):
     def _remembered(self) -> set[str]:
         return {name for known in self.rounds.values() if not known.outcome for name in known.ready}
 
-    def _is_late(self, member: Member, event: str = "") -> None:
+    def _is_late(self, member: Member, known: RoundState) -> None:
+        """Others have waited for it. Who lets them wait round after round sits out: once, three times, seven
+        times, ..."""
         member.state = "late"
         member.missed += 1
-        if event:
-            self.events.append(event)
+        member.in_vain += 1
+        rest = min(2 ** max(0, min(member.in_vain - _IN_VAIN, 30)) - 1, _LONGEST_REST)
+        if rest:
+            member.rests_until = known.number + 1 + rest
+            self.events.append(
+                f"job {member.name} was waited for {member.in_vain} times in vain: it sits out until round "
+                f"{member.rests_until}"
+            )
+
+    def rests(self, member: Member, number: int) -> bool:
+        """Whether it sits round `number`, or the one under way, out, while there are others."""
+        others = (m for m in self.members.values() if m is not member and m.state == "in")
+        return max(number, self.number) < member.rests_until and any(others)
 
     def end(self, known: RoundState, outcome: str, why: str = "") -> None:
         known.outcome, known.why = outcome, why
@@ -185,7 +201,7 @@ class Settlement(Membership):
         for member in self.members.values():
             if member.name in known.members:
                 member.claims[known.fragment] = Claim(known.number)
-                member.rounds += 1
+                member.rounds, member.in_vain = member.rounds + 1, 0
             else:
                 member.current = False
         shares = {name: known.members[name] for name in known.members if name not in known.excluded}

@@ -154,7 +154,8 @@ class PeerLinks:
                 purpose = {"purpose": "exchange", "lane": lane}
                 self._keep(key, self.routes.dial(peer, purpose, deadline))
             except OSError as error:
-                reason = why(error)
+                if not reason or not isinstance(error, TimeoutError):  # no time was left for the last try
+                    reason = why(error)
                 time.sleep(min(_RETRY_S, calling.left))
         raise ConnectionError("the job ends")
 

@@ -48,6 +48,8 @@ _RETRY_S = 2.0
 _STANDING_S = 3600.0
 #: Connections from strangers at a time, from one address and in all; admitted ones.
 _STRANGERS, _PER_ADDRESS, _ADMITTED = 32, 16, 512
+#: Addresses that are remembered as such that cannot be called back.
+_NOT_CALLED = 4096
 Purpose = Mapping[str, Any]
 
 
@@ -245,6 +247,8 @@ class Routes:
             secret = self._own_ticket(told).encode()
             return call(host, port, self._credentials, purpose, Deadline(_CALL_S, "calling back"), secret)
         except (OSError, ValueError, HolmesError):
+            if len(self._not_called) >= _NOT_CALLED:
+                self._not_called.clear()
             self._not_called.add(address)
             return None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,8 @@ _ASKED_S = 600.0
 _LOOK_S = 0.02
 #: Seconds between two looks at whether a taker that waits for its turn is still there.
 _TURN_LOOK_S = 1.0
-#: Takers at a time; each gets copies.
-_TAKERS = 4
+#: Takers at a time, and of one job, which may ask for nothing; each gets copies.
+_TAKERS, _OF_ONE_JOB = 4, 2
 
 
 class Giver:
@@ -47,29 +48,35 @@ class Giver:
 
     def __init__(self, state: OuterState):
         self._state = state
-        self._takers = threading.Semaphore(_TAKERS)
+        self._changed, self._taking = threading.Condition(), Counter[str]()
 
     def give(self, channel: Channel, purpose: Mapping[str, Any]) -> None:
         """Answer until the taker closes the connection, or asks for what is not there."""
+        job = str(purpose.get("job"))
         try:
-            self._wait_for_turn(channel)
+            self._wait_for_turn(channel, job)
             try:
                 while True:
                     self._answer(channel)
             finally:
-                self._takers.release()
+                with self._changed:
+                    self._taking[job] -= 1
+                    self._changed.notify_all()
         except (OSError, HolmesError):
             pass
         finally:
             channel.close()
 
-    def _wait_for_turn(self, channel: Channel) -> None:
+    def _wait_for_turn(self, channel: Channel, job: str) -> None:
         """ConnectionError where the taker is gone meanwhile."""
         until = Deadline(_ASKED_S, "a taker's turn")
-        while not self._takers.acquire(timeout=_TURN_LOOK_S):
-            until.check()
-            if not channel.lives():  # its first question may have come
-                raise ConnectionError("the taker is gone")
+        with self._changed:
+            while self._taking.total() >= _TAKERS or self._taking[job] >= _OF_ONE_JOB:
+                self._changed.wait(_TURN_LOOK_S)
+                until.check()
+                if not channel.lives():  # its first question may have come
+                    raise ConnectionError("the taker is gone")
+            self._taking[job] += 1
 
     def _answer(self, channel: Channel) -> None:
         state = self._state

@@ -2,11 +2,12 @@
 failed.
 
 A peer fails when nothing comes or goes for `patience_s`, and when all takes longer than its deadline: how
-long the same number of bytes took before, four times over (Speed).
+long the same number of bytes took at best, four times over (Speed).
 """
 
 from __future__ import annotations
 
+import math
 import selectors
 import ssl
 import struct
@@ -23,7 +24,7 @@ from holmes_ext.words import why
 _LABEL = struct.Struct("!QIQ")
 #: Bytes given to the kernel, or taken from it, in one call.
 _CALL_BYTES = 2**20
-#: How much slower than the last time a peer may be.
+#: How much slower than at its fastest a peer may be.
 _SLOWER = 4.0
 #: Bytes of an exchange from which its rate says something.
 _ENOUGH = 2**20
@@ -44,8 +45,11 @@ class Speed:
         return Deadline(patience_s + _SLOWER * usual * count, what)
 
     def took(self, peer: Peer, count: int, seconds: float) -> None:
+        """The least since it failed last counts; of the last one each could take four times as long as the
+        one before it."""
         if count >= _ENOUGH:
-            self._seconds_per_byte[peer.job] = seconds / count
+            known = self._seconds_per_byte.get(peer.job, math.inf)
+            self._seconds_per_byte[peer.job] = min(known, seconds / count)
 
     def failed(self, job: str) -> None:
         """Next time it gets the time of one that is not known."""

@@ -3,12 +3,15 @@ is used."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.sockets.handshake import printable
 
 VERSION = 2
 #: Bytes of a tensor that are hashed at a time.
@@ -40,6 +43,18 @@ def opened(saved: Any, source: str) -> dict[str, Any]:
             f"{source}: the outer state is damaged (its digest differs); load an earlier checkpoint, or"
                           " leave it away to take the weights from another job")  # fmt: skip
     return state
+
+
+@contextlib.contextmanager
+def readable(source: str) -> Iterator[None]:
+    """HolmesError where what is read has a good digest, and is yet none of our states."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise HolmesError(
+            f"{source}: the outer state is none that this holmes_ext writes ({type(error).__name__}: "
+            f"{printable(str(error), 100)}); leave it away to take the weights from another job"
+        ) from None
 
 
 def _digest_of(state: Any) -> str:

@@ -249,9 +249,8 @@ def test_a_connection_speaks_for_its_own_job_alone():
     with serving() as (server, told):
         east = job("east", server.port)
         east.ask("enter", {}, soon())
-        thief = CoordinatorClient(
-            "east", "127.0.0.1", server.port, Credentials(TOKEN), hello, east.incarnation
-        )
+        thief = CoordinatorClient("east", "127.0.0.1", server.port, Credentials(TOKEN), hello)
+        thief.incarnation = east.incarnation
         with pytest.raises(Refused, match="it is job east, but is another"):
             thief.ask("ready", READY, soon(2))
         until(lambda: any("but is another" in line for line in told))
@@ -263,6 +262,9 @@ def test_an_address_that_cannot_be_had_is_named():
     with serving() as (server, _):
         with pytest.raises(HolmesError, match=f"127.0.0.1:{server.port} cannot be listened on"):
             CoordinatorServer("127.0.0.1", server.port, Credentials(TOKEN), print)
+    for host in ("a" * 64, "\udcff", "256.1.1.1"):  # the first two raised UnicodeError
+        with pytest.raises(HolmesError, match="cannot be listened on"):
+            CoordinatorServer(host, 0, Credentials(TOKEN), print)
     with pytest.raises(HolmesError, match="is `holmes join serve` running there"):
         ask_status("127.0.0.1", server.port, Credentials(TOKEN), 2.0)
 

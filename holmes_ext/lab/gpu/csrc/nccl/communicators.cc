@@ -13,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "bootstrap.h"
 #include "comm.h"
@@ -118,6 +119,22 @@ long long collective_number(const ncclComm* comm, ncclKernelPlan* plan) {
   return (*counts)[comm->commHash]++;
 }
 
+// What a plan reads and writes, for the search for missing waits.
+void describe_accesses(const ncclComm* comm, ncclKernelPlan* plan) {
+  std::vector<egpuAccess> accesses;
+  for (auto* task = ncclIntruQueueHead(&plan->collTaskQueue); task; task = task->next) {
+    size_t part = task->count * ncclTypeSize(task->datatype), whole = part * comm->nRanks;
+    bool root = comm->rank == task->root;
+    if (task->func != ncclFuncBroadcast || root)
+      accesses.push_back({task->sendbuff, task->func == ncclFuncReduceScatter ? whole : part, false});
+    if (task->func != ncclFuncReduce || root)
+      accesses.push_back({task->recvbuff, task->func == ncclFuncAllGather ? whole : part, true});
+  }
+  for (auto* task = ncclIntruQueueHead(&plan->p2pTaskQueue); task; task = task->next)
+    accesses.push_back({task->buff, task->bytes, task->func == ncclFuncRecv});
+  egpuDescribeAccesses(accesses.data(), accesses.size());
+}
+
 }  // namespace
 
 ncclResult_t tune(ncclComm* comm, int least, int most, ncclTopoGraph** graphs) {
@@ -138,6 +155,7 @@ ncclResult_t launch(ncclComm* comm, ncclKernelPlan* plan) {
       (unsigned long long)comm->commHash, name_of(comm).c_str(), comm->rank, comm->nRanks,
       (unsigned long long)comm->opCount, collective_number(comm, plan), work_of(plan).c_str());
   egpuDescribeLaunch(label.c_str());
+  if (egpuSearchesRaces()) describe_accesses(comm, plan);
   ncclResult_t result = real_launch(comm, plan);
   egpuDescribeLaunch("");
   return result;

@@ -114,6 +114,25 @@ at::Tensor new_output(const Look& output, c10::Device device) {
   return made;
 }
 
+// What a call reads and writes, for the search for missing waits. Of tensors with holes nothing: their other
+// elements may be another stream's.
+void describe_accesses(const Operator& op, const Stack& stack, size_t begin,
+                       const std::vector<at::Tensor>& fresh) {
+  c10::SmallVector<egpuAccess, 16> accesses;
+  auto add = [&](const at::Tensor& tensor, bool writes) {
+    if (tensor.defined() && tensor.is_cuda() && tensor.is_non_overlapping_and_dense())
+      accesses.push_back({tensor.const_data_ptr(), tensor.nbytes(), writes});
+  };
+  for (bool writes : {false, true}) {
+    for (size_t index = 0; index < op.parameters.size(); ++index) {
+      if (op.parameters[index].written != writes) continue;
+      each_tensor(stack[begin + index], [&](const at::Tensor& tensor) { add(tensor, writes); });
+    }
+  }
+  for (const at::Tensor& tensor : fresh) add(tensor, true);
+  egpuDescribeAccesses(accesses.data(), accesses.size());
+}
+
 }  // namespace
 
 // The returns of a call, in place of its arguments.
@@ -182,6 +201,7 @@ void Operator::call(Stack* stack) {
   launch->prediction = prediction;
   launch->threads = host_threads();
   launch->gradients = c10::GradMode::is_enabled();
+  if (egpuSearchesRaces()) describe_accesses(*this, *stack, begin, fresh);
   egpuKernel kernel{name.c_str(),      run_launch,        release_launch, launch.release(),
                     prediction->flops, prediction->bytes, /*sms=*/0};
   C10_CUDA_CHECK(egpuLaunch(c10::cuda::getCurrentCUDAStream(device.index()).stream(), &kernel));

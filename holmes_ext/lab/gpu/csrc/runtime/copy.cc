@@ -3,7 +3,10 @@
 
 #include <string.h>
 
+#include <string_view>
+
 #include "api.h"
+#include "races.h"
 #include "text.h"
 
 namespace gpu {
@@ -25,6 +28,21 @@ struct Copy {
   }
 };
 
+// Notes what a copy touches of memory that streams share, where missing waits are searched for. What the host
+// changes in a pinned source before it has been copied is told when the copy runs.
+void search_races(Work* work, const Copy& copy, Place from, Place to) {
+  if (copy.height > 1 || !Scheduler::instance().searches_races()) return;
+  if (from != Place::kPageable) work->accesses.push_back({copy.source, copy.width, false});
+  if (to != Place::kPageable) work->accesses.push_back({copy.target, copy.width, true});
+  if (from != Place::kPinned || !Scheduler::instance().known_to_host(copy.source, copy.width)) return;
+  auto content = [=] { return std::hash<std::string_view>()({copy.source, copy.width}); };
+  work->run = [=, before = content(), run = std::move(work->run)] {
+    if (content() != before)
+      tell_race(text("\"bytes\": %zu, \"first\": {%s}", copy.width, described(*work).c_str()));
+    run();
+  };
+}
+
 // Puts a copy into a stream. From pageable memory the source is taken now; to pageable memory the call waits.
 cudaError_t enqueue(const char* call, Copy copy, cudaStream_t stream, bool wait) {
   if (copy.width == 0 || copy.height == 0) return result(cudaSuccess);
@@ -41,6 +59,7 @@ cudaError_t enqueue(const char* call, Copy copy, cudaStream_t stream, bool wait)
   } else {
     work->run = [copy] { copy.run(); };
   }
+  search_races(work.get(), copy, from, to);
   cudaError_t error = launch(stream, std::move(work));
   if (error == cudaSuccess && (wait || to == Place::kPageable)) {
     Scheduler::instance().wait(call, {Scheduler::instance().last(stream_of(stream))});
@@ -63,6 +82,7 @@ cudaError_t fill(const char* call, void* target, int value, size_t size, cudaStr
   work->kind = Kind::kCopy;
   work->name = call;
   work->run = [=] { memset(target, value, size); };
+  search_races(work.get(), flat(target, target, size), Place::kPageable, locate(target).place);
   return launch(stream, std::move(work));
 }
 

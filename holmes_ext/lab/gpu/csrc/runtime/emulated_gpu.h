@@ -45,6 +45,15 @@ void egpuRegisterKernel(const void* symbol, const char* name, egpuHostFunction r
 // "number": 7), for the report of a job that hangs; "" ends it.
 void egpuDescribeLaunch(const char* json_members);
 
+// Memory that this host thread's next kernel reads or writes; of use where egpuSearchesRaces().
+typedef struct {
+  const void* begin;
+  size_t size;
+  int writes;
+} egpuAccess;
+int egpuSearchesRaces(void);
+void egpuDescribeAccesses(const egpuAccess* accesses, size_t count);
+
 // In a running kernel: itself, for the functions below (which its helper threads may call).
 typedef struct egpuRunning_st* egpuRunning;
 egpuRunning egpuThisKernel(void);

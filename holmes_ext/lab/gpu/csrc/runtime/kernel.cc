@@ -31,6 +31,7 @@ std::unordered_map<const void*, const char*>& known_names() {
 }
 
 thread_local std::string launch_label;
+thread_local std::vector<Access> next_accesses;
 
 std::string name_of(const void* symbol) {
   std::lock_guard<std::mutex> lock(kernels_mutex);
@@ -68,6 +69,7 @@ cudaError_t launch(cudaStream_t handle, WorkPointer work, Ticket* ticket) {
   StreamPointer stream = stream_of(handle);
   work->label = launch_label;
   bool is_kernel = work->kind == Kind::kKernel;
+  if (is_kernel) work->accesses.swap(next_accesses);
   Ticket mine = Scheduler::instance().submit(stream, std::move(work));
   if (ticket) *ticket = mine;
   if (blocking && is_kernel) Scheduler::instance().wait("a launch (CUDA_LAUNCH_BLOCKING=1)", {mine});
@@ -98,6 +100,14 @@ void egpuRegisterKernel(const void* symbol, const char* name, egpuHostFunction r
 }
 
 void egpuDescribeLaunch(const char* json_members) { gpu::launch_label = json_members; }
+
+int egpuSearchesRaces(void) { return gpu::Scheduler::instance().searches_races(); }
+
+void egpuDescribeAccesses(const egpuAccess* accesses, size_t count) {
+  gpu::next_accesses.clear();
+  for (size_t index = 0; index < count; ++index)
+    gpu::next_accesses.push_back({accesses[index].begin, accesses[index].size, accesses[index].writes != 0});
+}
 
 // A launch with a parameter buffer, which is how NCCL launches; cuda.cc's cuLaunchKernelEx ends here.
 // started: an event that is over once the kernel has started, or nullptr.

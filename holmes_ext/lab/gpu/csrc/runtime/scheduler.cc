@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "emulated_gpu.h"
+#include "races.h"
 #include "text.h"
 #include "watch.h"
 
@@ -13,6 +14,9 @@ namespace gpu {
 namespace {
 
 constexpr size_t kRecent = 256;  // labelled kernels, done ones too
+
+// Of a host thread. What others see (NCCL's watchdog asks whether events are done) orders no launch.
+thread_local bool launches = false;
 
 }  // namespace
 
@@ -43,8 +47,8 @@ Scheduler::Scheduler()
     : flops_(static_cast<double>(egpuSetting("MFLOPS", 0)) * 1e6),
       bytes_(static_cast<double>(egpuSetting("MBYTES", 0)) * 1e6),
       random_(egpuSetting("RANDOM", 0) != 0),
-      random_state_(static_cast<uint64_t>(egpuSetting("SEED", 0)) * 7919 + 104729 * (1 + rank_of_process())) {
-}
+      random_state_(static_cast<uint64_t>(egpuSetting("SEED", 0)) * 7919 + 104729 * (1 + rank_of_process())),
+      races_(random_ ? new Races : nullptr) {}
 
 Scheduler::Device& Scheduler::device(int number) {
   auto& found = devices_[number];
@@ -87,11 +91,12 @@ void Scheduler::order_with_legacy(Work& work, Device& where) {
   if (work.stream->legacy) {
     for (auto& other : where.streams) {
       StreamPointer stream = other.lock();
-      if (stream && stream->blocking && stream->submitted > stream->completed) {
+      if (stream && stream->blocking && (races_ || stream->submitted > stream->completed)) {
         work.after.push_back({stream, stream->submitted});
       }
     }
-  } else if (work.stream->blocking && where.legacy && where.legacy->submitted > where.legacy->completed) {
+  } else if (work.stream->blocking && where.legacy &&
+             (races_ || where.legacy->submitted > where.legacy->completed)) {
     work.after.push_back({where.legacy, where.legacy->submitted});
   }
 }
@@ -121,6 +126,8 @@ Ticket Scheduler::submit(const StreamPointer& stream, WorkPointer work) {
     recent_.push_back(work->label);
   }
   if (work->kind == Kind::kRecord) work->record->ticket = ticket;
+  launches = true;
+  if (races_) races_->launch(*work);
   if (stream->queue.empty()) active_.push_back(stream);
   stream->queue.push_back(std::move(work));
   if (stream->queue.size() == 1) advance();
@@ -135,15 +142,24 @@ Ticket Scheduler::last(const StreamPointer& stream) {
 std::vector<Ticket> Scheduler::last_of_device(int number) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<Ticket> tickets;
-  for (auto& stream : active_) {
-    if (stream->device == number) tickets.push_back({stream, stream->submitted});
+  for (auto& one : device(number).streams) {
+    StreamPointer stream = one.lock();
+    if (stream && (races_ || stream->submitted > stream->completed))
+      tickets.push_back({stream, stream->submitted});
   }
   return tickets;
 }
 
 bool Scheduler::done(const Ticket& ticket) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return !ticket.open();
+  if (ticket.open()) return false;
+  if (races_ && launches) races_->host_knows(ticket);
+  return true;
+}
+
+bool Scheduler::known_to_host(const void* begin, size_t size) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return races_->known_to_host(static_cast<const char*>(begin), size);
 }
 
 void Scheduler::wait(const char* call, std::vector<Ticket> tickets) {
@@ -153,11 +169,15 @@ void Scheduler::wait(const char* call, std::vector<Ticket> tickets) {
   wait.tickets = std::move(tickets);
   auto open = [](const Ticket& ticket) { return ticket.open(); };
   auto over = [&] { return std::none_of(wait.tickets.begin(), wait.tickets.end(), open); };
-  if (over()) return;
-  host_waits_.push_back(&wait);
-  if (random_) moved_.notify_all();
-  wait.done.wait(lock, over);
-  host_waits_.erase(std::find(host_waits_.begin(), host_waits_.end(), &wait));
+  if (!over()) {
+    host_waits_.push_back(&wait);
+    if (random_) moved_.notify_all();
+    wait.done.wait(lock, over);
+    host_waits_.erase(std::find(host_waits_.begin(), host_waits_.end(), &wait));
+  }
+  for (const Ticket& ticket : wait.tickets) {
+    if (races_) races_->host_knows(ticket);
+  }
 }
 
 std::string Scheduler::obstacle(const Work& work, Device& where) {

@@ -44,6 +44,14 @@ struct Record {
 using RecordPointer = std::shared_ptr<Record>;
 
 enum class Kind { kKernel, kCopy, kHostFunction, kRecord, kWait };
+const char* kind_name(Kind kind);
+
+// Memory that work reads or writes.
+struct Access {
+  const void* begin;
+  size_t size;
+  bool writes;
+};
 
 struct Work {
   Kind kind = Kind::kKernel;
@@ -54,6 +62,7 @@ struct Work {
   int sms = 0;                  // held while it runs
   std::vector<Ticket> after;    // other streams' work that must be done
   RecordPointer record;         // kRecord: what it stamps; kWait: what it waits for
+  std::vector<Access> accesses;  // as far as they are known, where missing waits are searched for
   // Kept by the scheduler.
   StreamPointer stream;
   uint64_t sequence = 0, position = 0;  // in its stream, in its hardware queue
@@ -89,6 +98,8 @@ struct BriefMutex : std::mutex {
   BriefMutex();
 };
 
+class Races;
+
 class Scheduler {
  public:
   static Scheduler& instance();  // made at first use, in the process that uses it (after a fork)
@@ -101,6 +112,8 @@ class Scheduler {
   Ticket last(const StreamPointer& stream);  // a ticket for all that is in it now
   std::vector<Ticket> last_of_device(int device);
   bool done(const Ticket& ticket);
+  bool searches_races() const { return races_ != nullptr; }
+  bool known_to_host(const void* begin, size_t size);  // all that writes there, where races are searched for
   void wait(const char* call, std::vector<Ticket> tickets);
 
   // See emulated_gpu.h.
@@ -166,6 +179,7 @@ class Scheduler {
   uint64_t submitted_ = 0;  // pieces of work, to all streams
   int executing_ = 0;       // work that runs and is not held back
   std::condition_variable moved_;
+  std::unique_ptr<Races> races_;  // with --gpu-order random
 };
 
 }  // namespace gpu

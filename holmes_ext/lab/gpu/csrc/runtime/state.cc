@@ -15,6 +15,8 @@ constexpr int kShownWork = 64;  // of a stream, in a report
 
 thread_local HostWait* outside = nullptr;  // what this host thread waits for outside CUDA
 
+}  // namespace
+
 const char* kind_name(Kind kind) {
   switch (kind) {
     case Kind::kKernel:
@@ -30,8 +32,6 @@ const char* kind_name(Kind kind) {
   }
   return "";
 }
-
-}  // namespace
 
 void Scheduler::host_waits(const char* call, const char* target) {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -115,7 +115,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
   work->kind = gpu::Kind::kWait;
   work->name = "cudaStreamWaitEvent";
   work->record = event->record;
-  if (!Scheduler::instance().done(event->record->ticket)) work->after.push_back(event->record->ticket);
+  work->after.push_back(event->record->ticket);
   return gpu::launch(handle, std::move(work));
 }
 

@@ -37,20 +37,6 @@ void write_state(const std::string& path) {
   rename(draft.c_str(), path.c_str());
 }
 
-// Python's faulthandler writes the stacks of all threads to rank<N>.stack when this thread gets the signal
-// (lab/gpu/operators.py registers it). Where it has not been registered there are none.
-void python_stacks() {
-  struct sigaction action;
-  if (sigaction(SIGUSR2, nullptr, &action) != 0 || action.sa_handler == SIG_DFL ||
-      action.sa_handler == SIG_IGN)
-    return;
-  sigset_t set;
-  sigemptyset(&set);
-  sigaddset(&set, SIGUSR2);
-  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
-  raise(SIGUSR2);
-}
-
 void watch(Page* page, std::string path) {
   pthread_setname_np(pthread_self(), "gpu-watch");
   for (;;) {
@@ -69,6 +55,20 @@ void watch(Page* page, std::string path) {
 }
 
 }  // namespace
+
+// Python's faulthandler writes the stacks of all threads to rank<N>.stack when this thread gets the signal
+// (lab/gpu/operators.py registers it). Where it has not been registered there are none.
+void python_stacks() {
+  struct sigaction action;
+  if (sigaction(SIGUSR2, nullptr, &action) != 0 || action.sa_handler == SIG_DFL ||
+      action.sa_handler == SIG_IGN)
+    return;
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGUSR2);
+  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+  raise(SIGUSR2);
+}
 
 void start_watch() {
   const char* directory = getenv("HOLMES_GPU_WATCH");

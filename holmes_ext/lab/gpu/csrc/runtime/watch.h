@@ -5,4 +5,7 @@ namespace gpu {
 // Starts the thread that shows the lab what this process does (watch.cc), where there is a lab.
 void start_watch();
 
+// Has the Python stacks of all threads written to rank<N>.stack, that of this thread as the current one.
+void python_stacks();
+
 }  // namespace gpu

@@ -1,0 +1,89 @@
+"""A whole job of four ranks that learns: real threads and votes, steps by the simulation. For tests and
+benchmarks/adapt_simulated.py."""
+
+import time
+from types import SimpleNamespace
+
+import torch.distributed as dist
+from clusters import site
+from simulated_steps import step_of
+from stores import Client
+
+from holmes_ext.options import Options
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime.adapt.learning import Learning
+from holmes_ext.runtime.adapt.window import Stage
+from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start.launcher import Process
+
+MICRO_BATCHES = 8
+
+
+def step_s(passes):
+    """Seconds of a step of step_of."""
+    return 0.01 + max(span.end for of in passes.values() for span, _ in of.values())
+
+
+class LearningJob:
+    """scene: see step_of; it may be changed. lines: what rank 0 said; documents: what it kept; pause: seconds
+    that a step takes on the clock of the votes."""
+
+    def __init__(self, scene, micro_batches=MICRO_BATCHES, pause=0.01, **options):
+        self.pause = pause
+        self.scene, self.slower, self.lines, self.documents, self.ranks = scene, 1 / 1.3, [], [], []
+        where, store = site(ethernet=f"{scene[2]}Mb/s"), dist.HashStore()
+        plan = build_plan(where, Sizes(2), options=Options(**options))
+        self.clock, self.micro_batches = 0.0, micro_batches
+        for rank in range(4):
+            process = Process(rank, 4, 0, 1, "host", 1, "test")
+            current = Session(Options(**options), process, where, plan, rank, store=Client(store))
+            stage, pipeline = rank // 2, (rank % 2, rank % 2 + 2)
+            blocks = dict.fromkeys(range(3 * stage, 3 * stage + 3), 10000.0)
+            told = Stage("test 1", stage, 1, micro_batches, blocks, dict(zip(pipeline, range(2))))
+            recorder = SimpleNamespace(rank=rank, kind=lambda op: "pipeline", step=0, spans_on_device=False)
+            self.ranks.append(Learning(
+                current, plan.sizes, "sockets", told, recorder, lambda store=store: Client(store),
+                self.lines.append, self.documents.append))
+
+    def held(self):
+        """Of each rank."""
+        return [one.current.plan_for(one.sizes).traffic_of("sockets").in_flight for one in self.ranks]
+
+    def step(self):
+        for one in self.ranks:
+            one.begin_step()
+        held = set(self.held())
+        assert len(held) == 1, "two plans at once"
+        passes = step_of(self.scene, held.pop(), self.micro_batches, self.slower)
+        length = step_s(passes)
+        for one in self.ranks:
+            one.recorder.step += 1
+            one.on_step(0, self.clock, self.clock + length, 0, *self._told(one, passes), None)
+        self.clock += length
+        time.sleep(self.pause)
+
+    def _told(self, one, passes):
+        """(operations, spans) of its step; nodes' clocks are 100 s apart."""
+        stage, rank, ops, spans = one.stage.stage, one.current.rank, [], []
+        (peer,) = one.stage.neighbours
+        zero = self.clock + 100 * rank
+        for (letter, index), (span, waited) in passes[stage].items():
+            spans.append(({"f": "forward", "b": "backward"}[letter], zero + span.start, zero + span.end))
+            sends, group = (letter == "f") == (stage == 0), SimpleNamespace(name=letter)
+            start, end = (span.end, span.end) if sends else (-1e6, span.start)
+            ops.append(SimpleNamespace(
+                name="send" if sends else "receive", peer=peer, group=group, number=index, payload=32768,
+                start=zero + start, end=zero + end, waited=0.01 * (waited and not sends)))
+        return ops, spans
+
+    def until(self, condition, steps=400):
+        for _ in range(steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError((self.lines, self.held()[0]))
+
+    def end(self):
+        for one in self.ranks:
+            one.join()
