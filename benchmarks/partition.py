@@ -2,6 +2,7 @@
 that differ.
 
     python benchmarks/partition.py --json FILE [--cells "NIC 3:1/;GPU 1.5:1/8 layers/m4"] [--merge FILE]
+                                   [--predict]
 
 Two clusters of two nodes, DeepSpeed's pipeline engine (pipeline 2 x data 2) in the lab, the accelerator
 emulated:
@@ -12,12 +13,15 @@ emulated:
                         on, since with 2 half a step is filling the pipeline, which no split shortens
                         (at most 1.10 x with free networks)
 
-Each partition runs from a plan.json of its own, whose predicted step stands beside the measured one. The
-GPU's FLOP/s and the rates are told to the plan as the lab emulates them: what is tested is the formula, not a
-fit. Such numbers know nothing of the seconds that the software takes. So each model is also profiled, once in
-a scene, under the uniform partition and the middle micro-batch count (--holmes-profile, as `holmes tune`
-does): "by profile" is the step that the plan predicts from what was measured there, for every partition and
-micro-batch count. Partitions that come out alike are one run.
+Each partition runs from a plan.json of its own. Three predictions stand beside what was measured:
+
+    (no name)       simulated, with the CPU seconds that prediction.py's calibration found for DeepSpeed on
+                    the same kind of machine (results/prediction_measured.json, without these scenes)
+    numbers alone   the plan's own, of the GPU's FLOP/s and the rates as the lab emulates them, which know
+                    nothing of the seconds that the software takes
+    by profile      of one profile of the uniform partition at the middle micro-batch count (as `holmes tune`)
+
+Partitions that come out alike are one run. --predict measures nothing and predicts FILE's rows anew.
 """
 
 from __future__ import annotations
@@ -26,9 +30,14 @@ import json
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from harness import Row, finish, parser, tell
+import prediction
+from edges import BUFFER_BYTES
+from emulated import forward_s
+from harness import Row, finish, kept, parser, tell
+from prediction import CORES, TRAITS, Measured
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -38,10 +47,12 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.stages import predict
+from holmes_ext.plan.cost.stages import StageCosts, predict
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile, load_profile, measured_costs
 from holmes_ext.plan.search.partition import METHODS
+from holmes_ext.plan.simulate.execution import Execution
+from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 
 FLOPS = 1.43e9  # a block of hidden 192 on 16 tokens: 10 ms forward
@@ -96,19 +107,23 @@ class Cell:
     plans: dict[str, tuple[Plan, tuple[int, ...]]]
     variants: dict[tuple[int, ...], Variant]
     again: Variant | None
+    model: Model
+
+
+def plan_of(scene: Scene, model: Model, method: str, spec: SiteSpec) -> tuple[Plan, tuple[int, ...]]:
+    """A method's plan, and the layers of its stages."""
+    plan = build_plan(site_from_spec(spec), Sizes(pipeline=2), partition=method, model=model,
+                      overlap=scene.overlap)
+    return plan, plan.stage_layers or (model.layers // 2,) * 2
 
 
 def cell_of(scene: Scene, name: str, micro_batches: int, spec: SiteSpec, directory: Path) -> Cell:
-    layers, hidden = MODELS[name]
     title = title_of(scene, name, micro_batches)
-    model = model_of(scene, layers, hidden, micro_batches)
+    model = model_of(scene, *MODELS[name], micro_batches)
     flags = flags_of(scene, name, micro_batches, directory)
     plans, variants = {}, {}
     for method in METHODS:
-        plan = build_plan(site_from_spec(spec), Sizes(pipeline=2), partition=method, model=model,
-                          overlap=scene.overlap)
-        split = plan.stage_layers or (layers // 2, layers // 2)
-        plans[method] = plan, split
+        plan, split = plans[method] = plan_of(scene, model, method, spec)
         if split not in variants:
             file = directory / f"{name}-{micro_batches}-{method}.json"
             plan.save(file)
@@ -119,7 +134,7 @@ def cell_of(scene: Scene, name: str, micro_batches: int, spec: SiteSpec, directo
         Variant(f"{title} again", spec, first.order, first.flags) if micro_batches == scene.micro_batches[1]
         else None
     )
-    return Cell(title, plans, variants, again)
+    return Cell(title, plans, variants, again, model)
 
 
 def flags_of(scene: Scene, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
@@ -148,8 +163,7 @@ def run_scene(scene: Scene, wanted: list[tuple[str, int]], steps: int, skip: int
     """The rows of some cells of one scene, in one lab: starting it is what takes the time."""
     with tempfile.TemporaryDirectory() as text:
         directory = Path(text)
-        (directory / "cluster.toml").write_text(cluster_toml(scene))
-        spec = load_spec(directory / "cluster.toml")
+        spec = scene_spec(scene, directory)
         names = list(dict.fromkeys(name for name, _ in wanted))
         cells = [cell_of(scene, name, count, spec, directory) for name, count in wanted]
         runs = [profiled(scene, name, spec, directory) for name in names]
@@ -182,15 +196,71 @@ def rows_of(scene: Scene, cell: Cell, series: dict[str, Series], profile: Profil
     rows = []
     for method, (plan, split) in cell.plans.items():
         rows += _measured_rows(cell.title, method, split, of[method], of["uniform"])
-        rows += error_rows(
-            cell.title, method, of[method].median, plan.predicted["step_seconds"],
-            by_profile(scene, plan, split, profile),
-        )
+        rows += error_rows(cell.title, method, of[method].median, {
+            "": with_software(scene, cell.model, plan, split),
+            ", numbers alone": plan.predicted["step_seconds"],
+            " by profile": by_profile(scene, plan, split, profile),
+        })
     rows += _comparisons(cell.title, scene, of)
     if cell.again is not None:
         noise = abs(series[cell.again.name].median / of["uniform"].median - 1)
         rows.append(Row.of(cell.title, "A/A difference (noise)", noise, "of a step", (noise, noise), True))
     return rows
+
+
+@cache
+def _overheads() -> tuple[float, float, float]:
+    return prediction.calibrate("deepspeed", Measured.load(prediction.STORE))
+
+
+def with_software(scene: Scene, model: Model, plan: Plan, split: tuple[int, ...]) -> float:
+    """Seconds of a step of `split`, simulated, with what the software takes."""
+    block_s, parameter_s, step_s = _overheads()
+    forward = forward_s(model.hidden, SEQUENCE, FLOPS)
+    slower = [1 / scene.speed if node.startswith("b") else 1.0
+              for node in (plan.nodes[0], plan.nodes[-1])]
+    nothing = ((0.0,) * (model.layers + 2),) * 2
+    each = [tuple((0.0, *[passes * forward * times] * model.layers, 0.0) for times in slower)
+            for passes in (1, 2)]
+    costs = StageCosts(*each, nothing, nothing, model.micro_batches)
+    run = Execution(TRAITS["deepspeed"], stage_layers=split, in_flight=plan.traffic_of("sockets").in_flight,
+                    overlap="on" if scene.overlap else "off", block_s=block_s, parameter_s=parameter_s,
+                    step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES, notices=True)
+    return simulate(scene_site(scene), plan.nodes, plan.sizes, model, run, costs=costs).step_s
+
+
+def scene_spec(scene: Scene, directory: Path) -> SiteSpec:
+    file = directory / "cluster.toml"
+    file.write_text(cluster_toml(scene))
+    return load_spec(file)
+
+
+@cache
+def scene_site(scene: Scene) -> Site:
+    with tempfile.TemporaryDirectory() as directory:
+        return site_from_spec(scene_spec(scene, Path(directory)))
+
+
+def predicted_anew(file: Path) -> list[Row]:
+    """Its rows with other predictions but those by profile, which need the profile."""
+    rows = [row for row in kept(file) if "predict" not in row.metric or row.metric.endswith("by profile")]
+    measured = {(row.scene, row.metric.split()[1]): row for row in rows if row.metric.startswith("step ")}
+    more: dict[Row, list[Row]] = {}
+    for scene in SCENES:
+        with tempfile.TemporaryDirectory() as directory:
+            spec = scene_spec(scene, Path(directory))
+            for name, size in MODELS.items():
+                for count in scene.micro_batches:
+                    title, model = title_of(scene, name, count), model_of(scene, *size, count)
+                    for method in METHODS:
+                        row = measured[title, method]
+                        plan, _ = plan_of(scene, model, method, spec)
+                        split = tuple(map(int, row.metric.split()[2].split("+")))
+                        more[row] = error_rows(title, method, row.value, {
+                            "": with_software(scene, model, plan, split),
+                            ", numbers alone": plan.predicted["step_seconds"],
+                        })
+    return [one for row in rows for one in (row, *more.get(row, ()))]
 
 
 def by_profile(scene: Scene, plan: Plan, split: tuple[int, ...], profile: Profile) -> float:
@@ -214,15 +284,17 @@ def _measured_rows(title: str, method: str, split: tuple[int, ...], one: Series,
     ]
 
 
-def error_rows(title: str, method: str, measured: float, told: float, profile: float) -> list[Row]:
+def error_rows(title: str, method: str, measured: float, predictions: dict[str, float]) -> list[Row]:
+    """Numbers alone have no target: they do not say what the software takes."""
     rows = []
-    for what, predicted in (("", told), (" by profile", profile)):
+    for what, predicted in predictions.items():
         error = predicted / measured - 1
+        target = "" if "alone" in what else "<= 0.05"
         rows += [
             Row.of(title, f"predicted {method}{what}", predicted, "s", (predicted, predicted), False),
             Row.of(
                 title, f"prediction error {method}{what}", abs(error), "of the step", (error, error), True,
-                "<= 0.05"
+                target
             ),
         ]
     return rows
@@ -244,9 +316,13 @@ def main() -> int:
     arguments.add_argument(
         "--merge", type=Path, metavar="FILE", help="rows of an earlier part, kept where this one has none"
     )
+    arguments.add_argument("--predict", action="store_true", help="measure nothing: predict FILE's rows anew")
     arguments.add_argument("--steps", type=int, default=5)
     arguments.add_argument("--skip", type=int, default=2, help="steps that are not measured")
     args = arguments.parse_args()
+    title = "Partitions: measured and predicted (step times on the emulated accelerator)"
+    if args.predict:
+        return finish(predicted_anew(args.json), args.json, title)  # on the machine that measured them
     wanted = [text for text in args.cells.split(";") if text]
     rows: list[Row] = []
     for scene in SCENES:
@@ -262,8 +338,7 @@ def main() -> int:
         earlier = json.loads(args.merge.read_text())["rows"]
         rows = [Row(**{**row, "spread": tuple(row["spread"])}) for row in earlier
                 if row["scene"] not in done] + rows
-    return finish(rows, args.json,
-                  "Partitions: measured and predicted (step times on the emulated accelerator)")
+    return finish(rows, args.json, title)
 
 
 if __name__ == "__main__":

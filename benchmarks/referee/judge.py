@@ -91,9 +91,10 @@ def grid_of(note: Mapping[str, Any]) -> Grid:
 
 
 def holmes_plan(scene: Scene, seconds: float) -> tuple[Grid, float, float]:
-    """(what `holmes plan` finds, CPU seconds of its search, gap of its certificate)."""
+    """(what `holmes plan --rows 1` finds: one plan, no table; CPU seconds of its search, gap of its
+    certificate)."""
     begin, until = sum(os.times()[:4]), time.monotonic() + seconds
-    found = best_use(search(asked(scene), seconds, prove=False), scene.spec, until)
+    found = best_use(search(asked(scene), seconds, rows=1, prove=False), scene.spec, until, rows=1)
     spent, best = sum(os.times()[:4]) - begin, found.best
     nodes, shape = found.network.nodes(best.placement), best.shape
     grid = Grid(best.placement.sizes, nodes, best.split, shape.micro_batch, best.step_s)

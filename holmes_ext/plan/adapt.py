@@ -66,7 +66,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        now, before = ("+".join(map(str, held)) if held else "the engine's own" for held in
+        now, before = ("+".join(map(str, counts)) if counts else "the engine's own" for counts in
                        (self.in_flight, self.before))
         return f"{now} micro-batches in flight (were {before})"
 
@@ -76,7 +76,7 @@ class Change:
         pairs = zip(known, self.forward_s, self.backward_s)
         loads = tuple(replace(load, forward_s=forward, backward_s=backward)
                       for load, forward, backward in pairs)
-        traffic = tuple(replace(one, in_flight=self.in_flight) for one in plan.traffic)
+        traffic = tuple(replace(decided, in_flight=self.in_flight) for decided in plan.traffic)
         return replace(plan, loads=loads, traffic=traffic)
 
 
@@ -110,33 +110,33 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
         StageLoad(
             sum(stage.forward_s) + stage.before_s[0] + stage.after_s[0],
             sum(stage.backward_s) + stage.before_s[1] + stage.after_s[1],
-            own.fixed_bytes, own.kept_bytes, own.limit_bytes, stage.edge_s,
+            room.fixed_bytes, room.kept_bytes, room.limit_bytes, stage.edge_s,
         )
-        for stage, own in zip(profile.stages, known)
+        for stage, room in zip(profile.stages, known)
     )  # fmt: skip
     return replace(plan, loads=loads, workload=profile.workload(), basis=MEASURED)
 
 
-def pipeline_s(plan: Plan, edges: Sequence[float], held: Sequence[int]) -> float:
+def pipeline_s(plan: Plan, edges: Sequence[float], in_flight: Sequence[int]) -> float:
     """Seconds from a step's begin to its last backward, by the loads of `plan`."""
     forward, backward = [load.forward_s for load in plan.loads], [load.backward_s for load in plan.loads]
-    return max(walked_ends(forward, backward, edges, plan.workload.micro_batches, tuple(held)))
+    return max(walked_ends(forward, backward, edges, plan.workload.micro_batches, tuple(in_flight)))
 
 
-def quickest(plan: Plan, edges: Sequence[float], held: tuple[int, ...]) -> tuple[int, ...]:
-    """`held`, or more where these make the step shorter, as many as the memory has room for: while few
+def quickest(plan: Plan, edges: Sequence[float], in_flight: tuple[int, ...]) -> tuple[int, ...]:
+    """`in_flight`, or more where these make the step shorter, as many as the memory has room for: while few
     micro-batches fill the pipeline, faster stages work ahead, and messages have more time."""
-    count = plan.workload.micro_batches
-    if not held or count > SETTLED * held[0]:
-        return held
-    least = pipeline_s(plan, edges, held)
+    if not in_flight or plan.workload.micro_batches > SETTLED * in_flight[0]:
+        return in_flight
+    least = pipeline_s(plan, edges, in_flight)
     while True:
-        more = (*(max(one, int(min(one + 1, load.most, count))) for one, load in zip(held[:-1], plan.loads)),
-                held[-1])
+        deeper = (max(count, int(min(count + 1, load.most, plan.workload.micro_batches)))
+                  for count, load in zip(in_flight[:-1], plan.loads))
+        more = (*deeper, in_flight[-1])
         then = pipeline_s(plan, edges, more)
         if then >= least * (1 - WORTH_MORE):
-            return held
-        held, least = more, then
+            return in_flight
+        in_flight, least = more, then
 
 
 def better_split(costs: StageCosts, layers: Sequence[int],
@@ -200,7 +200,7 @@ class Trials:
 
     def refused(self, key: Any, figures: tuple[float, ...]) -> bool:
         """Whether it was taken back, and what it was decided on has not changed."""
-        return any(one.change.key == key and not differ(one.figures, figures) for one in self._refused)
+        return any(trial.change.key == key and not differ(trial.figures, figures) for trial in self._refused)
 
 
 class PipelineEvaluator:
@@ -226,20 +226,20 @@ class PipelineEvaluator:
         edges, _ = decided.edge_seconds()
         now, figures = plan.traffic_of(self.network_api).in_flight, _figures(plan, edges)
         back = self.trials.end(figures, step_s)
-        held = back.before if back is not None else decided.in_flight()
+        in_flight = back.before if back is not None else decided.in_flight()
         if back is None and self.options.inflight == "auto":
-            held = quickest(plan, edges, held)
+            in_flight = quickest(plan, edges, in_flight)
         sizes = plan.sizes
-        if not held and now and sizes is not None:  # the engine's own schedule would do as well
-            own = range(sizes.pipeline, 0, -1)
-            held = tuple(min(one, plan.workload.micro_batches) for one in own)
-        if held == now:
+        if not in_flight and now and sizes is not None:  # the engine's own schedule would do as well
+            of_1f1b = range(sizes.pipeline, 0, -1)
+            in_flight = tuple(min(count, plan.workload.micro_batches) for count in of_1f1b)
+        if in_flight == now:
             return None
-        then_s = step_s + pipeline_s(plan, edges, held) - pipeline_s(plan, edges, now)
-        if back is None and (then_s > step_s * (1 - GAIN) or self.trials.refused(held, figures)):
+        then_s = step_s + pipeline_s(plan, edges, in_flight) - pipeline_s(plan, edges, now)
+        if back is None and (then_s > step_s * (1 - GAIN) or self.trials.refused(in_flight, figures)):
             return None
         forward, backward = (load.forward_s for load in plan.loads), (load.backward_s for load in plan.loads)
-        return Change(now, held, step_s, then_s, tuple(forward), tuple(backward), back=back is not None)
+        return Change(now, in_flight, step_s, then_s, tuple(forward), tuple(backward), back=back is not None)
 
     def taken(self, change: Change, plan: Plan) -> None:
         """All ranks go on with it; `plan`: the measured one that it was decided on."""

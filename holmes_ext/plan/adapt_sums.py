@@ -67,16 +67,19 @@ class SumChange:
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from others: sizes of buckets and chunks that are about the same count as one."""
-        return tuple(
-            (reduction.apart,) if reduction.apart
-            else (True, reduction.across, round(log2(reduction.chunk_bytes)))
-            if in_two_levels(reduction, self.size)
-            else (False, None, round(log2(reduction.bucket_bytes))) for reduction in self.after)
+        return tuple(map(self._key, self.after))
+
+    def _key(self, reduction: Reduction) -> tuple[Any, ...]:
+        if reduction.apart:
+            return (reduction.apart,)
+        if in_two_levels(reduction, self.size):
+            return True, reduction.across, round(log2(reduction.chunk_bytes))
+        return False, None, round(log2(reduction.bucket_bytes))
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
         """`plan` as a job goes on with it: what was measured has decided, not the nominal model."""
-        traffic = tuple(replace(one, reductions=self.after) if network_api in one.network_apis else one
-                        for one in plan.traffic)
+        traffic = tuple(replace(known, reductions=self.after) if network_api in known.network_apis else known
+                        for known in plan.traffic)
         return replace(plan, traffic=traffic, basis=MEASURED)
 
     @property
@@ -112,9 +115,9 @@ def measured_networks(plan: Plan, network_api: str, options: Options, engine: En
     """`plan` with each network that the stages' sums were on as fast as they found it."""
     slower: dict[str, float] = {}
     decided = _by_size(plan, network_api, options, engine, summed)
-    for stage, one in enumerate(summed):
-        for name, price in _networks(decided[one.size], stage, one):
-            busy, predicted = one.busy.get(name, 0.0) - price.latency_s, one.size * price.byte_s
+    for stage, stage_sums in enumerate(summed):
+        for name, price in _networks(decided[stage_sums.size], stage, stage_sums):
+            busy, predicted = stage_sums.busy.get(name, 0.0) - price.latency_s, stage_sums.size * price.byte_s
             if busy > 0 and predicted > 0:
                 slower[name] = max(slower.get(name, 0.0), busy / predicted)
     fabrics = tuple(replace(fabric, rate_bps=max(1, round(fabric.rate_bps / slower.get(fabric.name, 1.0))))
@@ -235,15 +238,15 @@ class SumEvaluator:
         """A stage's way by the rules of the start, and what it takes; the present one where it is as fast,
         and where the other one would be on networks inside clusters that these groups have not. decided,
         before: of the learned plan, and of the present one."""
-        found = replace(decided.reduction(stage, one.reduction.overlap), compress=one.reduction.compress)
+        reduction = replace(decided.reduction(stage, one.reduction.overlap), compress=one.reduction.compress)
         every = decided.prices.sums(decided.placement, stage)
-        if in_two_levels(found, one.size):
+        if in_two_levels(reduction, one.size):
             if list(map(_inside, every)) != list(map(_inside, before.prices.sums(before.placement, stage))):
                 return one.reduction, one.seconds
             then = max(sums.both.seconds(one.size) for sums in every if sums.both is not None)
         else:
-            then = max(_ring(sums, found, one.size).seconds(one.size) for sums in every)
-        return (found, then) if then < one.seconds else (one.reduction, one.seconds)
+            then = max(_ring(sums, reduction, one.size).seconds(one.size) for sums in every)
+        return (reduction, then) if then < one.seconds else (one.reduction, one.seconds)
 
     def taken(self, change: SumChange, plan: Plan, summed: Sequence[Summed]) -> None:
         """All ranks go on with it; it was decided on what was `summed`."""

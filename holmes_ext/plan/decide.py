@@ -114,11 +114,12 @@ def with_loads(plan: Plan, options: Options, model: Model | None,
         return plan
     network = Network(site_of(plan))
     costs = Prices(network, RankModel.of(model, sizes)).costs(network.placement(plan.nodes, sizes))
-    own = len(plan.stage_layers) == costs.stages and sum(plan.stage_layers) == model.layers  # else chunks
-    layers = plan.stage_layers if own else uniform(model.layers, costs.stages)
+    whole = len(plan.stage_layers) == costs.stages and sum(plan.stage_layers) == model.layers  # else chunks
+    layers = plan.stage_layers if whole else uniform(model.layers, costs.stages)
     plan = replace(plan, loads=costs.loads(layers))
     traffic = [
-        decisions(plan, one.network_apis[0], options, engine).with_order(one) for one in plan.traffic
+        decisions(plan, decided.network_apis[0], options, engine).with_order(decided)
+        for decided in plan.traffic
     ]
     return replace(plan, traffic=tuple(traffic))
 

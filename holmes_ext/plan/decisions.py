@@ -90,32 +90,31 @@ class Decisions:
         return self._reduction([prices.sums_of(family, 1)], overlap, total_bytes)
 
     def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> Reduction:
-        ranks = {kind for one in sums for kind in one.family.kinds}
-        fabrics = [self.network.fabric(one.family.kinds) for one in sums if one.family.nodes > 1]
+        fabrics = [self.network.fabric(group.family.kinds) for group in sums if group.family.nodes > 1]
         slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
         size = INSIDE_BYTES
         if slowest is not None:
             size = bucket_bytes(slowest, sums[0].family.ranks, total_bytes)
         given = self.options.bucket_bytes
-        across = [one for one in sums if self.network.across(one.family.kinds)] if len(ranks) > 1 else []
+        across = [group for group in sums if self.network.across(group.family.kinds)]
         planned = Reduction(overlap, given or size, compress=self.options.compress)
         return self._in_two_levels(planned, across)
 
     def _in_two_levels(self, planned: Reduction, sums: Sequence[Sums]) -> Reduction:
         """Of groups that do the same at once: where that is faster for each of them."""
-        both = [one.both for one in sums if one.both is not None]
-        least = [own.faster_from(one.flat) for own, one in zip(both, sums)]
+        both = [group.both for group in sums if group.both is not None]
+        least = [levels.faster_from(group.flat) for levels, group in zip(both, sums)]
         if len(both) < len(sums) or not sums or None in least:
             return planned
-        names = dict.fromkeys(name for own in both for name in own.ranks)
-        routes = {frozenset(own.ranks): own.route for own in both}
+        names = dict.fromkeys(name for levels in both for name in levels.ranks)
+        routes = {frozenset(levels.ranks): levels.route for levels in both}
         route, streams = next(iter(routes.values())), 1
         if self.network_api == SOCKETS:
-            streams = max(own.streams(self.network, one.crossing) for own, one in zip(both, sums))
+            streams = max(levels.streams(self.network, group.crossing) for levels, group in zip(both, sums))
         other = self.network_api == SOCKETS and len(routes) == 1 and route.algorithm != "direct"
         return replace(
             planned, clusters=tuple(names), two_level_from=max(size for size in least if size is not None),
-            chunk_bytes=int(min(own.chunk_bytes for own in both)), across=route if other else None,
+            chunk_bytes=int(min(levels.chunk_bytes for levels in both)), across=route if other else None,
             streams=streams,
         )  # fmt: skip
 
@@ -139,31 +138,32 @@ class Decisions:
 
     def edges(self) -> tuple[Edge, ...]:
         """Of each stage to the next, and of the last to the first if that is another pair (interleaving)."""
-        plan, sizes, network_api, found = self.plan, self.plan.sizes, self.network_api, []
+        plan, sizes, network_api, result = self.plan, self.plan.sizes, self.network_api, []
         if sizes is None:
             return ()
         world = name_of(plan.fabric_of(range(plan.world_size), network_api))
         whole = {ranks: pairs_with_group(plan, ranks, network_api) for ranks in groups(sizes, "pipeline")}
         stages, slices = sizes.pipeline, self.prices.slices(self.placement)
         for stage in range(stages if stages > 2 else stages - 1):
-            fabrics, own = [], []
+            fabrics, pair_groups = [], []
             for ranks, pairs in whole.items():
                 pair = tuple(sorted((ranks[stage], ranks[(stage + 1) % stages])))
                 fabrics.append(name_of(plan.fabric_of(pair, network_api)))
                 frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
-                own.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
+                pair_groups.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
             pair = (stage, (stage + 1) % stages)
             how = (slices, self.prices.rules.narrow) if ETHERNET in fabrics else (1, "off")
-            found.append(Edge(pair, same(tuple(fabrics)), same(tuple(own)), *how))
-        return tuple(found)
+            result.append(Edge(pair, same(tuple(fabrics)), same(tuple(pair_groups)), *how))
+        return tuple(result)
 
     def with_order(self, traffic: Traffic) -> Traffic:
         """With the order of the stages' passes. Where a backward is in two, gradients are reduced at its
         end."""
         passes = self.passes()
-        held = () if passes else self.in_flight()
-        reductions = tuple(replace(one, overlap=one.overlap and not passes) for one in traffic.reductions)
-        return replace(traffic, reductions=reductions, in_flight=held, passes=passes)
+        in_flight = () if passes else self.in_flight()
+        reductions = tuple(replace(reduction, overlap=reduction.overlap and not passes)
+                           for reduction in traffic.reductions)
+        return replace(traffic, reductions=reductions, in_flight=in_flight, passes=passes)
 
     def passes(self) -> tuple[str, ...]:
         """See Traffic; () where 1F1B is as fast, or nobody told what of a backward could wait."""
@@ -172,8 +172,8 @@ class Decisions:
             return ()
         work, edges = self.plan.workload, self.prices.edges(self.placement)
         size = work.activation_bytes
-        seconds, sent = tuple(edge.seconds(size)
-                              for edge in edges), tuple(edge.byte_s * size for edge in edges)
+        seconds = tuple(edge.seconds(size) for edge in edges)
+        sent = tuple(edge.byte_s * size for edge in edges)
         pass_order = quickest(loads, seconds, sent, work.micro_batches)
         return pass_order.texts if pass_order else ()
 
@@ -202,8 +202,9 @@ class Decisions:
         edges, size = self.prices.edges(self.placement), self.plan.workload.activation_bytes
         measured = [load.edge_s for load in self.plan.loads] or [0.0] * (len(edges) + 1)
         pairs = list(zip(edges, measured))
-        seconds = tuple(own or edge.seconds(size) for edge, own in pairs)
-        sent = tuple(max(0.0, own - edge.latency_s) if own else edge.byte_s * size for edge, own in pairs)
+        seconds = tuple(measured_s or edge.seconds(size) for edge, measured_s in pairs)
+        sent = tuple(max(0.0, measured_s - edge.latency_s) if measured_s else edge.byte_s * size
+                     for edge, measured_s in pairs)
         return seconds, sent
 
 
@@ -212,15 +213,16 @@ def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[
     if options.inflight in ("auto", "off"):
         return ()
     more = int(options.inflight)
-    return tuple(min(own + more * (own > 1), micro_batches) for own in range(stages, 0, -1))
+    return tuple(min(count + more * (count > 1), micro_batches) for count in range(stages, 0, -1))
 
 
 def more_bytes(plan: Plan, network_api: str = SOCKETS) -> tuple[float, ...]:
     """That each stage keeps more than under 1F1B; () where nothing is known of the model's activations."""
     traffic = plan.traffic_of(network_api)
-    held = PassOrder.parse(traffic.passes).in_flight if traffic.passes else traffic.in_flight
-    own = (min(one, plan.workload.micro_batches) for one in range(len(held), 0, -1))
-    return tuple((one - least) * load.kept_bytes for one, least, load in zip(held, own, plan.loads))
+    in_flight = PassOrder.parse(traffic.passes).in_flight if traffic.passes else traffic.in_flight
+    of_1f1b = (min(count, plan.workload.micro_batches) for count in range(len(in_flight), 0, -1))
+    more = (count - least for count, least in zip(in_flight, of_1f1b))
+    return tuple(count * load.kept_bytes for count, load in zip(more, plan.loads))
 
 
 def name_of(fabric: Fabric | None) -> str:

@@ -136,10 +136,10 @@ def _least(of: Callable[[int], Setting], first: int, most: int = 2**40) -> Setti
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
-        if (one := of(middle)).exposed_s:
+        if (choice := of(middle)).exposed_s:
             low = middle
         else:
-            high, result = middle, one
+            high, result = middle, choice
     return result
 
 
@@ -147,7 +147,7 @@ def settings(rounds: RoundPrices) -> list[Setting]:
     """The default, and with the least `every` at which nothing is exposed: for its fragments, for its
     delay."""
     found = [rounds.of(*DEFAULT), rounds.hidden_with(DEFAULT[1]), rounds.hidden_after(DELAY)]
-    return list(dict.fromkeys(one for one in found if one is not None))
+    return list(dict.fromkeys(choice for choice in found if choice is not None))
 
 
 def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:

@@ -63,7 +63,7 @@ def draw_what_if(plt: Any, result: SearchResult) -> Any:
     rates = "the rates of cluster.toml" if site.wan else f"the Ethernet of a node, {now}"
     _curves(left, FACTORS, by_rate, f"times {rates}")
     left.axvline(1, color="#999999", linestyle=":")
-    left.text(1, 1, " now", va="top", fontsize=8, color="#808080", transform=left.get_xaxis_transform())
+    left.text(1, 0.98, " now", va="top", fontsize=8, color="#808080", transform=left.get_xaxis_transform())
     left.set_xscale("log", base=2)
     left.set_xticks(FACTORS, names)
     by_latency = [with_site(result, best, with_latency(site, seconds)) for seconds in LATENCIES]

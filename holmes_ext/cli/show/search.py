@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
             if args.nodelist:  # these nodes, and all of them
                 found = proven(with_spread(found), end, bar.told)
             else:
-                found = best_use(found, spec, end, bar.told)
+                found = best_use(found, spec, end, bar.told, args.rows)
             if found.on_all is not None:
                 lines, more["leave_out"] = leave_out(found, found.on_all, args, job)
                 job = replace(job, lines=(*lines, *job.lines))

@@ -49,10 +49,10 @@ def cut(
     filled: dict[Hashable, float] = {}
     for place, size in enumerate(sizes):
         key = keys[place] if keys else None
-        held, limit = filled.get(key, 0.0), limit_bytes if done else first_bytes or limit_bytes
-        if key in open_ and (held >= limit if exceed else held + size > limit):
+        filled_bytes, limit = filled.get(key, 0.0), limit_bytes if done else first_bytes or limit_bytes
+        if key in open_ and (filled_bytes >= limit if exceed else filled_bytes + size > limit):
             done.append(tuple(open_.pop(key)))
-            held = 0.0
+            filled_bytes = 0.0
         open_.setdefault(key, []).append(place)
-        filled[key] = held + size
+        filled[key] = filled_bytes + size
     return tuple(sorted([*done, *map(tuple, open_.values())], key=lambda bucket: bucket[-1]))

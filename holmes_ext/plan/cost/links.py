@@ -91,9 +91,9 @@ def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> C
     if len(points) < 2 or points[0][0] <= 0 or points[0][1] <= 0:
         raise HolmesError(f"{source}: a curve needs two sizes and times above 0")
     (low, start), (high, end) = points[-2:]
-    own = 8 * high / end
-    rate = min(8 * (high - low) / (end - start), 1.1 * own) if end > start else own
-    return Curve(max(rate, own), points[0][1], tuple(points), source)
+    last_bps = 8 * high / end
+    rate = min(8 * (high - low) / (end - start), 1.1 * last_bps) if end > start else last_bps
+    return Curve(max(rate, last_bps), points[0][1], tuple(points), source)
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,10 @@ class Links:
         """What `holmes probe` wrote to cluster.toml; a ring that was not measured is like single messages."""
         measured = {}
         for fabric in fabrics_of_spec(spec):
-            if (own := spec.links.get(fabric.name)) and (own.send or own.ring):
+            points = spec.links.get(fabric.name)
+            if points and (points.send or points.ring):
                 where = f"{spec.source}: key 'link.{fabric.name}'"
-                send, ring = (fit(points, where) for points in (own.send or own.ring, own.ring or own.send))
+                send = fit(points.send or points.ring, where)
+                ring = fit(points.ring or points.send, where)
                 measured[fabric.name] = Link(fabric.name, send, ring)
         return cls(measured, spec.pairs)

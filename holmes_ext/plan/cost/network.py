@@ -171,8 +171,8 @@ class Network:
         if not self.wan or fabric.name != ETHERNET:
             return ()
         loads: dict[Hop, float] = {}
-        for (one, two), flows in pairs.items():
-            for hop in self.wan.hops(one, two):
+        for (source, target), flows in pairs.items():
+            for hop in self.wan.hops(source, target):
                 loads[hop] = loads.get(hop, 0.0) + flows
         return tuple(loads.items())
 

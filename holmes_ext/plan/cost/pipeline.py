@@ -57,21 +57,21 @@ def in_flight(
     no more than those; 1F1B's own are the framework's to fit. pace_s: of stages that may take longer, instead
     of the slowest's.
     """
-    own = range(len(busy), 0, -1)
-    room = [max(one, least) for one, least in zip(most, own)] or [inf] * len(busy)
+    of_1f1b = range(len(busy), 0, -1)
+    room = [max(limit, least) for limit, least in zip(most, of_1f1b)] or [inf] * len(busy)
     fast, slow = max((*((pace_s,) if pace_s else busy), *load)), sum(busy) + 2 * sum(transfer)
 
-    def held(pace: float) -> list[int]:
-        return [min(count, micro_batches) for count in _held(busy, transfer, pace)]
+    def counts_at(pace: float) -> list[int]:
+        return [min(count, micro_batches) for count in _counts_at(busy, transfer, pace)]
 
-    found = held(fast)
-    if any(count > holds for count, holds in zip(found, room)):
+    counts = counts_at(fast)
+    if any(count > holds for count, holds in zip(counts, room)):
         for _ in range(30):  # bisection: a longer pace needs no more of them, the longest 1F1B's own
             middle = (fast + slow) / 2
-            enough = all(count <= holds for count, holds in zip(held(middle), room))
+            enough = all(count <= holds for count, holds in zip(counts_at(middle), room))
             fast, slow = (fast, middle) if enough else (middle, slow)
-        found = held(slow)
-    return tuple(found)
+        counts = counts_at(slow)
+    return tuple(counts)
 
 
 @lru_cache(maxsize=64)
@@ -82,14 +82,15 @@ def quickest_in_flight(
     """in_flight's, or as many as the mean stage's pace needs where that makes the step shorter: with few
     micro-batches faster stages work ahead, and messages have more time."""
     busy = [f + b for f, b in zip(forward, backward)]
-    found = in_flight(busy, transfer, micro_batches, load, most)
-    if micro_batches > SETTLED * found[0]:
-        return found
+    counts = in_flight(busy, transfer, micro_batches, load, most)
+    if micro_batches > SETTLED * counts[0]:
+        return counts
     more = in_flight(busy, transfer, micro_batches, load, most, sum(busy) / len(busy))
-    if more == found:
-        return found
-    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, held)) for held in (found, more))
-    return more if then < now * (1 - WORTH_MORE) else found
+    if more == counts:
+        return counts
+    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, numbers))
+                 for numbers in (counts, more))
+    return more if then < now * (1 - WORTH_MORE) else counts
 
 
 def both_ways(
@@ -116,14 +117,15 @@ def schedule(
     result = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
     if max(transfer, default=0.0) > SMALL * max(f + b for f, b in zip(forward, backward)):
         return result
-    own = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
-    if result == own:
+    of_1f1b = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
+    if result == of_1f1b:
         return ()
-    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, held)) for held in (own, result))
+    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, numbers))
+                 for numbers in (of_1f1b, result))
     return result if then < now * (1 - WORTH_MORE) else ()
 
 
-def _held(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
+def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
     """in_flight's number for one pace; a stage that takes longer counts as if it did not."""
     result, last = [1] * len(busy), len(busy) - 1
     for stage in reversed(range(last)):

@@ -21,7 +21,7 @@ from holmes_ext.plan.cost.reductions.reduction import PricedReduction
 from holmes_ext.plan.cost.reductions.sharded import Sharded
 from holmes_ext.plan.cost.reductions.tied import by_pairs, in_two_levels, twins
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
-from holmes_ext.plan.cost.stage_sums import Found, StageSums
+from holmes_ext.plan.cost.stage_sums import FoldedStages, StageSums
 from holmes_ext.plan.cost.stages import Row, StageCosts, estimate
 from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.placement.placement import Content, Placement
@@ -74,16 +74,16 @@ class Prices(StageSums):
         return ", ".join(clusters), min(memory, self.rules.memory_bytes or inf)
 
     def _layers(
-        self, found: Callable[[], Found], priced: PricedReduction, sharded: bool
+        self, folded: Callable[[], FoldedStages], priced: PricedReduction, sharded: bool
     ) -> tuple[Row, Row, Row, Row]:
         """By kind of layer: forward, backward, reduction but its latency, weights' gradients."""
-        fold, (stage,) = found()
+        fold, (stage,) = folded()
         job, content = self.job, fold.placement.stages[stage]
         flops = job.slowest([self.network.cluster(kind) for kind, _ in content]).flops
         half = self.collective_s(fold, stage) / 2
-        groups = [half if layer.kind == "block" else 0.0 for layer in job.layers]
-        forward = tuple(layer.forward_flops / flops + own for layer, own in zip(job.layers, groups))
-        backward = tuple(layer.backward_flops / flops + group for layer, group in zip(job.layers, groups))
+        groups_s = [half if layer.kind == "block" else 0.0 for layer in job.layers]
+        forward = tuple(layer.forward_flops / flops + more for layer, more in zip(job.layers, groups_s))
+        backward = tuple(layer.backward_flops / flops + more for layer, more in zip(job.layers, groups_s))
         if sharded and isinstance(priced, Sharded):
             how = job.reduced_bytes, job.repeats, self.rules.prefetch
             forward, backward = priced.passes(forward, backward, *how)
@@ -114,9 +114,9 @@ class Prices(StageSums):
         """Of an activation, from each stage to the next."""
         return [self.edge(placement, stage, stage + 1) for stage in range(placement.sizes.pipeline - 1)]
 
-    def edge(self, placement: Placement, one: int, other: int) -> Price:
+    def edge(self, placement: Placement, stage: int, other: int) -> Price:
         """Until the slowest pair of ranks has its activation across."""
-        key, fold = self._stages(placement, one, other)
+        key, fold = self._stages(placement, stage, other)
         return self.remember("edge", key, lambda: self._edge(*fold()))
 
     def _edge(self, fold: Fold, stages: tuple[int, ...]) -> Price:

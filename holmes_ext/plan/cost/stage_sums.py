@@ -22,7 +22,7 @@ from holmes_ext.plan.sizes import INSIDE
 
 T = TypeVar("T")
 #: The fold of some stages, and their numbers there.
-Found = tuple[Fold, tuple[int, ...]]
+FoldedStages = tuple[Fold, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class StageSums:
 
     # ------------------------------------------------------------------- what is alike
 
-    def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], Found]]:
+    def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], FoldedStages]]:
         """What tells these stages from others, and where their nodes' fold is found."""
         tied = placement.tied
         components = sorted({stage // tied for stage in stages})
         places = tuple(components.index(stage // tied) * tied + stage % tied for stage in stages)
         key = tuple(placement.parts[index] for index in components), placement.sizes
 
-        def found() -> Found:
+        def folded() -> FoldedStages:
             return self.network.remember(("fold", key), lambda: Fold(placement.alone(*components))), places
 
-        return (key, places), found
+        return (key, places), folded
 
-    def fold(self, placement: Placement, *stages: int) -> Found:
+    def fold(self, placement: Placement, *stages: int) -> FoldedStages:
         """Where the groups of these stages, and the edges between them, are found; their numbers there."""
         return self._stages(placement, *stages)[1]()
 
@@ -77,7 +77,7 @@ class StageSums:
     def reductions(self, placement: Placement) -> list[PricedReduction]:
         """Of each stage: the slowest of its groups."""
         result = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
-        names = {(one.name, len(content)) for one, content in zip(result, placement.stages)}
+        names = {(priced.name, len(content)) for priced, content in zip(result, placement.stages)}
         if self.rules.alike and len(names) > 1 and any(name == TWO_LEVEL for name, _ in names):
             flat = StageSums(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
@@ -89,10 +89,11 @@ class StageSums:
 
         def slowest() -> PricedReduction:
             every = self.sums(placement, stage)
-            across = [one for one in every if one.both is not None or self.network.across(one.family.kinds)]
-            twice = bool(across) and all(self._in_two_levels(one, size) for one in across)
-            chosen = [self._chosen(one, twice) for one in every]
-            return max(chosen, key=lambda one: one.seconds(size))
+            across = [group for group in every
+                      if group.both is not None or self.network.across(group.family.kinds)]
+            twice = bool(across) and all(self._in_two_levels(group, size) for group in across)
+            chosen = [self._chosen(group, twice) for group in every]
+            return max(chosen, key=lambda group: group.seconds(size))
 
         return self.remember("reduction", (key, self._together(placement, stage)), slowest)
 
@@ -117,11 +118,11 @@ class StageSums:
 
     def sums(self, placement: Placement, stage: int) -> list[Sums]:
         """How the groups of a stage could sum: of each family."""
-        key, found = self._stages(placement, stage)
+        key, folded = self._stages(placement, stage)
         together = self._together(placement, stage)
 
         def made() -> list[Sums]:
-            fold, (place,) = found()
+            fold, (place,) = folded()
             families = fold.families(place)
             crossing = together * sum(family.count for family in families)
             return [self.sums_of(family, crossing, placement.sizes.pipeline) for family in families]

@@ -214,13 +214,13 @@ class StageCosts:
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
     """Pass by pass (one chunk a stage), with as many micro-batches in flight as hide the edges and fit the
     memory, or as asked for."""
-    held = tuple(asked) or costs.in_flight(stage_layers)
-    load, nics = (costs.hidden or (), costs.nics) if held else ((), ())
-    one = estimate(costs, stage_layers, partial(walked_ends, in_flight=held, load=load, nics=nics))
-    if not held:
-        return one
-    return replace(one, in_flight=held,
-                   memory_bytes=tuple(map(StageLoad.bytes_of, costs.loads(stage_layers), held)))
+    in_flight = tuple(asked) or costs.in_flight(stage_layers)
+    load, nics = (costs.hidden or (), costs.nics) if in_flight else ((), ())
+    step = estimate(costs, stage_layers, partial(walked_ends, in_flight=in_flight, load=load, nics=nics))
+    if not in_flight:
+        return step
+    return replace(step, in_flight=in_flight,
+                   memory_bytes=tuple(map(StageLoad.bytes_of, costs.loads(stage_layers), in_flight)))
 
 
 def estimate(

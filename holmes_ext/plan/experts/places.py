@@ -60,13 +60,13 @@ def places_of(plan: Plan) -> Places:
     return Places(_together(far), far, crossing, moving)
 
 
-def _rate(plan: Plan, one: str, two: str) -> float:
+def _rate(plan: Plan, source: str, target: str) -> float:
     """Bits/s of the slowest thing between nodes of two clusters."""
     first, second = (next(i for i, node in enumerate(plan.nodes) if node in plan.clusters[name])
-                     for name in (one, two))
+                     for name in (source, target))
     fabric = plan.fabric_of((first * plan.processes, second * plan.processes))
     assert fabric is not None
-    return min([fabric.rate_bps, *(hop.rate_bps for hop in plan.wan.hops(one, two))])
+    return min([fabric.rate_bps, *(hop.rate_bps for hop in plan.wan.hops(source, target))])
 
 
 def _together(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -50,9 +50,9 @@ class Placed:
 
 @dataclass(frozen=True)
 class Answer:
-    """ways: identity, EPLB, placed. bound: no order within the limits costs less."""
+    """placements: identity, EPLB, placed. bound: no order within the limits costs less."""
 
-    ways: tuple[Placed, ...]
+    placements: tuple[Placed, ...]
     bound: float
 
     @property

@@ -26,15 +26,16 @@ def least_s(times: Times) -> float:
     f, i, w, x, m = times.forward, times.inputs, times.weights, times.transfer, times.micro_batches
     result, down, up = 0.0, 0.0, 0.0
     for stage, most in enumerate(times.most):
-        held = min(most, m)
+        in_flight = min(most, m)
         below = range(stage + 1, len(f))
-        way = f[stage] + sum(f[at] + i[at] + 2 * x[at - 1] for at in below)
+        trip = f[stage] + sum(f[at] + i[at] + 2 * x[at - 1] for at in below)
         work = m * (f[stage] + i[stage] + w[stage])
-        idle = max(0.0, way - held * f[stage])
+        idle = max(0.0, trip - in_flight * f[stage])
         tail = up + w[0]
         result = max(result, down + idle + work)
-        result = max(result, down + idle + m * (f[stage] + i[stage]) + (m - held) * w[stage] + tail)
-        result = max(result, down + (m - 1) // held * (way + i[stage] + w[stage]) + way + i[stage] + tail)
+        result = max(result, down + idle + m * (f[stage] + i[stage]) + (m - in_flight) * w[stage] + tail)
+        trips = (m - 1) // in_flight
+        result = max(result, down + trips * (trip + i[stage] + w[stage]) + trip + i[stage] + tail)
         if stage < len(x):
             down, up = down + f[stage] + x[stage], up + i[stage] + x[stage]
     return result

@@ -102,14 +102,14 @@ def solved(times: Times, ahead: Sequence[int]) -> PassOrder:
     return PassOrder(tuple(map(_whole, range(len(ahead)), listed(times, best)[0])))
 
 
-def _near(rules: list[Rule], held: Sequence[int]) -> Iterator[list[Rule]]:
+def _near(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:
     """With one stage's rule changed."""
     for stage, rule in enumerate(rules):
         changes = [replace(rule, ahead=rule.ahead + by) for by in (1, -1, 2, -2)]
         changes += [replace(rule, late=rule.late + by) for by in (1, -1, 2, -2)]
         changes += [replace(rule, patience=value) for value in (0.0, 0.5, 1.0, inf) if value != rule.patience]
         for change in changes:
-            if 1 <= change.ahead <= held[stage] and 0 <= change.late <= held[stage]:
+            if 1 <= change.ahead <= in_flight[stage] and 0 <= change.late <= in_flight[stage]:
                 yield [*rules[:stage], change, *rules[stage + 1 :]]
 
 

@@ -79,8 +79,9 @@ class StageEdge:
     @property
     def turned(self) -> StageEdge:
         """The way back."""
-        one, two = self.kinds
-        return StageEdge(self.receiver, self.sender, (two, one), self.reaching, self.leaving, self.count,
+        sender, receiver = self.kinds
+        kinds = receiver, sender
+        return StageEdge(self.receiver, self.sender, kinds, self.reaching, self.leaving, self.count,
                          self.local)
 
 

@@ -86,20 +86,20 @@ def with_latency(site: Site, seconds: float) -> Site:
 def what_if(result: SearchResult) -> list[tuple[str, float]]:
     """(one change of the site, the step that the best of the first shapes then takes). The plans found are
     tried there too, so better hardware never takes longer."""
-    found = []
+    steps = []
     for what, changed in _changes(result):
         try:
-            found.append((what, _least_s(result, changed)))
+            steps.append((what, _least_s(result, changed)))
         except HolmesError:
             continue  # nothing fits there
-    return found
+    return steps
 
 
 def _least_s(result: SearchResult, changed: SearchResult) -> float:
     first = [one for one in result.candidates if one.simulated_s and not one.breadth_first][:SHAPES]
     again = [one for one in first if changed.network.names == result.network.names]
     shapes = list(dict.fromkeys(one.shape for one in first))
-    best = search(changed, rows=SHAPES, only=shapes, prove=False).best
+    best = search(changed, only=shapes, prove=False).best
     return min([best.step_s, *(_kept_s(changed, one) for one in again)])
 
 
@@ -140,15 +140,16 @@ def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
             gpus = {**model.gpus, name: replace(gpu, memory_bytes=2 * gpu.memory_bytes)}
             search_result = result.on(Network(site, links), replace(model, gpus=gpus))
             yield f"twice the memory on GPUs of {name}", search_result
-    for one, other in permutations(site.clusters, 2):
-        if len(site.clusters) <= MOST_CLUSTERS and sum(node.cluster == one for node in site.nodes) > 1:
-            yield f"one node moved from {one} to {other}", result.on(Network(_moved(site, one, other), links))
+    for source, target in permutations(site.clusters, 2):
+        if len(site.clusters) <= MOST_CLUSTERS and sum(node.cluster == source for node in site.nodes) > 1:
+            moved = _moved(site, source, target)
+            yield f"one node moved from {source} to {target}", result.on(Network(moved, links))
 
 
-def _moved(site: Site, one: str, other: str) -> Site:
+def _moved(site: Site, source: str, target: str) -> Site:
     """The last node of a cluster in another, attached as that one's nodes are."""
-    leaving = [node for node in site.nodes if node.cluster == one][-1]
-    there = [node for node in site.nodes if node.cluster == other][-1]
+    leaving = [node for node in site.nodes if node.cluster == source][-1]
+    there = [node for node in site.nodes if node.cluster == target][-1]
     stay = [node for node in site.nodes if node is not leaving]
     at = stay.index(there) + 1
-    return replace(site, nodes=(*stay[:at], replace(leaving, cluster=other, ports=there.ports), *stay[at:]))
+    return replace(site, nodes=(*stay[:at], replace(leaving, cluster=target, ports=there.ports), *stay[at:]))

@@ -67,7 +67,7 @@ class Evaluator:
             return self.orders.placements(sizes)
 
         every, complete = self.result.network.remember(("placements", sizes), made)
-        return [one for one in every if allowed(self.result.limits, one)], complete
+        return [placement for placement in every if allowed(self.result.limits, placement)], complete
 
     def stages(self, shape: Shape, placement: Placement) -> Stages:
         costs = self.result.prices(shape).costs(placement)
@@ -91,13 +91,13 @@ class Evaluator:
             if shape.virtual == 1 and OrderBounds.known(self.orders, sizes):
                 ring_bits = ShapeBound(self.result.network, self.result.prices(shape), shape).ring_bits
                 more, left_s = OrderBounds(self.orders, sizes, bound_of, ring_bits).below(best)
-                bounds += [(bound, one) for bound, one in more
-                           if one not in every and allowed(self.result.limits, one)]
-        found: list[tuple[float, Item]] = [
+                bounds += [(bound, other) for bound, other in more
+                           if other not in every and allowed(self.result.limits, other)]
+        items: list[tuple[float, Item]] = [
             (max(ideal, bound), PlacedShape(shape, placement)) for bound, placement in bounds
             if bound < best * (1 - EQUAL)
         ]
-        return found, [], max(ideal, left_s)
+        return items, [], max(ideal, left_s)
 
     def bound_closer(self, item: PlacedShape, bound: float, best: float) -> Found:
         costs = self.result.prices(item.shape).costs(item.placement)
@@ -115,8 +115,9 @@ class Evaluator:
 
         def seconds_of(split: Split) -> float:
             if split not in known and stages.fits(split):
-                one = result.candidate(shape, placement, split)
-                known[split] = with_flight(result, replace(one, simulated_s=folded_s(job_of(result, one))))
+                candidate = result.candidate(shape, placement, split)
+                simulated_s = folded_s(job_of(result, candidate))
+                known[split] = with_flight(result, replace(candidate, simulated_s=simulated_s))
             return known[split].simulated_s if split in known else inf
 
         even = uniform(stages.layers, stages.count)
@@ -166,7 +167,7 @@ def levelled_blocks(stages: Stages, more: Sequence[float] = ()) -> Split:
         inverse = sum(1 / value for value in each)
         level = (layers + sum(extra / value for extra, value in zip(stages.extra, each))) / inverse
         shares = [floor((level * (1 - 1e-9) - extra) / value) for extra, value in zip(stages.extra, each)]
-        counts = [max(1, min(one, share)) for one, share in zip(most, shares)]
+        counts = [max(1, min(limit, share)) for limit, share in zip(most, shares)]
     while sum(counts) > layers:  # the least of one block each was more than the share
         several = (stage for stage in range(stages.count) if counts[stage] > 1)
         counts[max(several, key=lambda stage: stages.extra[stage] + counts[stage] * each[stage])] -= 1

@@ -90,31 +90,32 @@ def explain(result: SearchResult, changes: int = CHANGES) -> list[str]:
     """At most ten lines: what the best plan wins against the runner-up, the user's layout and stock, by
     cause; then what one change of the site gives, the greatest gain first (those below the certificate's gap
     as "the same")."""
-    best, own, layout = result.best, causes(result, result.best), result.user_layout
+    best, best_causes, layout = result.best, causes(result, result.best), result.user_layout
     lines = []
-    others = (one for one in result.candidates if one.shape != best.shape and one.simulated_s)
+    others = (candidate for candidate in result.candidates
+              if candidate.shape != best.shape and candidate.simulated_s)
     runner_up = next(others, None)
     if runner_up is not None:
-        lines.append(_against("the runner-up", own, causes(result, runner_up)))
+        lines.append(_against("the runner-up", best_causes, causes(result, runner_up)))
     if layout is not None:
-        lines.append(_against("your layout with holmes", own, causes(result, layout)))
+        lines.append(_against("your layout with holmes", best_causes, causes(result, layout)))
     whom = "stock" if layout is None else "your layout as stock runs it"
-    lines.append(_against(whom, own, causes(*stock_like(result, layout or best))))
+    lines.append(_against(whom, best_causes, causes(*stock_like(result, layout or best))))
     gap = max(NOTHING, result.certificate.gap if result.certificate else 0.0)
     every = sorted(what_if(result), key=lambda each: each[1])
     gains = [(what, seconds / best.step_s - 1, seconds) for what, seconds in every]
-    told = [each for each in gains if abs(each[1]) >= gap]
+    large = [each for each in gains if abs(each[1]) >= gap]
     same = [what for what, gain, _ in gains if abs(gain) < gap]
     shown = changes - bool(same)
-    lines += [f"with {what}: {seconds:.4g} s ({gain:+.1%})" for what, gain, seconds in told[:shown]]
+    lines += [f"with {what}: {seconds:.4g} s ({gain:+.1%})" for what, gain, seconds in large[:shown]]
     within = f" within {gap:.1%}" if gap > NOTHING else ""
     return lines + ([f"the same{within} with {some_of(same, 4)}"] if same else [])
 
 
-def _against(whom: str, own: dict[str, float], other: dict[str, float]) -> str:
+def _against(whom: str, best_causes: dict[str, float], other: dict[str, float]) -> str:
     """The step's difference, and the causes that make most of it."""
-    least, most = sum(own.values()), sum(other.values())
-    parts = sorted(((other[cause] - own[cause], CAUSES[cause]) for cause in own),
+    least, most = sum(best_causes.values()), sum(other.values())
+    parts = sorted(((other[cause] - best_causes[cause], CAUSES[cause]) for cause in best_causes),
                    key=lambda part: -abs(part[0]))
     said = [f"{seconds:+.3g} s {cause}" for seconds, cause in parts[:3] if abs(seconds) > 0.001 * least]
     return f"against {whom}: {least:.4g} s instead of {most:.4g} s" + (

@@ -38,30 +38,32 @@ NEAR = 1.2
 
 
 def best_use(
-    found: SearchResult, spec: SiteSpec, end: float, progress: Progress | None = None
+    on_all: SearchResult, spec: SiteSpec, end: float, progress: Progress | None = None, rows: int = 10
 ) -> SearchResult:
-    """`found`, a first look at all nodes of `spec`, with a certificate when time.monotonic() is `end`; or
+    """`on_all`, a first look at all nodes of `spec`, with a certificate when time.monotonic() is `end`; or
     what is found on fewer nodes where these are faster, with `on_all` set. Ctrl-C: the best so far, with
-    `interrupted` set."""
-    begin, found = time.monotonic(), with_spread(found)
-    fewer, stopped = _on_fewer(found, spec, begin + FIRST * (end - begin))
+    `interrupted` set. rows: of search()."""
+    begin, on_all = time.monotonic(), with_spread(on_all)
+    fewer, stopped = _on_fewer(on_all, spec, begin + FIRST * (end - begin), rows)
     if fewer is None:
-        return replace(found, interrupted=True) if stopped else proven(found, end, progress)
-    if not stopped and found.best.step_s < NEAR * fewer.best.step_s:
-        found = proven(found, (time.monotonic() + end) / 2, progress)
-        stopped = found.interrupted
+        return replace(on_all, interrupted=True) if stopped else proven(on_all, end, progress)
+    if not stopped and on_all.best.step_s < NEAR * fewer.best.step_s:
+        on_all = proven(on_all, (time.monotonic() + end) / 2, progress)
+        stopped = on_all.interrupted
     if not stopped:
         fewer = proven(fewer, end, progress)
         stopped = fewer.interrupted
-    if found.best.step_s <= fewer.best.step_s:
-        return replace(found, interrupted=stopped)
-    return replace(fewer, on_all=found, interrupted=stopped)
+    if on_all.best.step_s <= fewer.best.step_s:
+        return replace(on_all, interrupted=stopped)
+    return replace(fewer, on_all=on_all, interrupted=stopped)
 
 
-def _on_fewer(result: SearchResult, spec: SiteSpec, end: float) -> tuple[SearchResult | None, bool]:
+def _on_fewer(
+    result: SearchResult, spec: SiteSpec, end: float, rows: int
+) -> tuple[SearchResult | None, bool]:
     """(a first look at the nodes with which the job is faster than with all; None where there are none;
     whether Ctrl-C ended that), as far as was seen when time.monotonic() is `end`."""
-    sets, stopped = _Sets(result, spec, end), False
+    sets, stopped = _Sets(result, spec, end, rows), False
     try:
         sets.look(sets.of_clusters())
         while sets.look(sets.one_less()):
@@ -74,8 +76,8 @@ def _on_fewer(result: SearchResult, spec: SiteSpec, end: float) -> tuple[SearchR
 class _Sets:
     """counts: nodes of each cluster with which the job is fastest so far; best: what was found there."""
 
-    def __init__(self, found: SearchResult, spec: SiteSpec, end: float):
-        self.best, self.spec, self.end = found, spec, end
+    def __init__(self, found: SearchResult, spec: SiteSpec, end: float, rows: int):
+        self.best, self.spec, self.end, self.rows = found, spec, end, rows
         self.counts: Counts = tuple(len(cluster.nodes) for cluster in spec.clusters)
         self.kin = alike(spec, found.model)
         self.seen = {self._like(self.counts)}
@@ -113,7 +115,7 @@ class _Sets:
     def look(self, sets: Iterable[Counts]) -> bool:
         """Whether one of them is faster; the most FLOP/s first, of equal ones those of the first clusters."""
         before = self.best
-        for counts in sorted({*sets}, key=lambda one: (self._floor_s(one), [-count for count in one])):
+        for counts in sorted({*sets}, key=lambda some: (self._floor_s(some), [-count for count in some])):
             if self._floor_s(counts) >= self.best.best.step_s or time.monotonic() > self.end:
                 break
             if (like := self._like(counts)) not in self.seen:
@@ -138,6 +140,7 @@ class _Sets:
                 if ShapeBound(asked.network, asked.prices(shape), shape).seconds < self.best.best.step_s]
         try:
             left_s = max(0.0, self.end - time.monotonic())
-            return with_spread(search(asked, left_s, only=only, prove=False)) if only else None
+            found = search(asked, left_s, rows=self.rows, only=only, prove=False) if only else None
+            return found and with_spread(found)
         except HolmesError:  # nothing fits the memory
             return None

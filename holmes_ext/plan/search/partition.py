@@ -63,14 +63,14 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
 
 def in_closed_form(costs: StageCosts, split: Sequence[int]) -> float:
     """Seconds; inf where it does not fit."""
-    one = estimate(costs, split)
-    return one.step_s if all(one.fits) else inf
+    step = estimate(costs, split)
+    return step.step_s if all(step.fits) else inf
 
 
 def walked(costs: StageCosts, split: Sequence[int]) -> float:
     """The same pass by pass."""
-    one = predict(costs, split)
-    return one.step_s if all(one.fits) else inf
+    step = predict(costs, split)
+    return step.step_s if all(step.fits) else inf
 
 
 def _every(blocks: int, stages: int) -> Iterator[Split]:
@@ -166,13 +166,13 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
     if not 0 < alpha < inf:
         raise HolmesError(f"alpha is {alpha}; it must be above 0, and finite (the paper: 1 to 1.05)")
     shares = [alpha * layers * value / sum(speed) for value in speed]
-    found = [min(layers, max(1, floor(share + 1e-9))) for share in shares]
-    while sum(found) < layers:
-        found[max(range(stages), key=lambda stage: round(shares[stage] - found[stage], 9))] += 1
-    while sum(found) > layers:
-        several = (stage for stage in range(stages) if found[stage] > 1)
-        found[min(several, key=lambda stage: (speed[stage], -found[stage], -stage))] -= 1
-    return tuple(found)
+    blocks = [min(layers, max(1, floor(share + 1e-9))) for share in shares]
+    while sum(blocks) < layers:
+        blocks[max(range(stages), key=lambda stage: round(shares[stage] - blocks[stage], 9))] += 1
+    while sum(blocks) > layers:
+        several = (stage for stage in range(stages) if blocks[stage] > 1)
+        blocks[min(several, key=lambda stage: (speed[stage], -blocks[stage], -stage))] -= 1
+    return tuple(blocks)
 
 
 def improved(

@@ -185,10 +185,10 @@ class SearchResult:
     ) -> Candidate:
         prices = self.prices(shape, flat)
         costs = prices.costs(placement)
-        one = estimate(costs, split)
+        step = estimate(costs, split)
         names = tuple(reduction.name for reduction in prices.reductions(placement))
-        memory = one.memory_bytes, costs.limit_bytes
-        return Candidate(shape, placement, tuple(split), one.step_s, *memory, names, flat=flat)
+        memory = step.memory_bytes, costs.limit_bytes
+        return Candidate(shape, placement, tuple(split), step.step_s, *memory, names, flat=flat)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_prices"}

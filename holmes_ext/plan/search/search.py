@@ -58,12 +58,12 @@ def search(
     begin = time.monotonic()
     sketch = Sketch(result, rows, only)
     try:
-        found = sketch.run(FIRST * seconds if simulate else seconds, progress, simulate)
-        if prove and simulate and not found.interrupted:
-            found = proven(found, begin + seconds, progress)
+        first_look = sketch.run(FIRST * seconds if simulate else seconds, progress, simulate)
+        if prove and simulate and not first_look.interrupted:
+            first_look = proven(first_look, begin + seconds, progress)
     finally:
         result.seconds = time.monotonic() - begin
-    return replace(found, seconds=time.monotonic() - begin)
+    return replace(first_look, seconds=time.monotonic() - begin)
 
 
 def proven(result: SearchResult, end: float, progress: Progress | None = None) -> SearchResult:

@@ -47,11 +47,11 @@ def job_of(
     """hide_edges: False for the framework's own schedule; in_flight: instead of the plan's."""
     shape = candidate.shape
     costs, model = result.costs(candidate, sharded=False), shape.model(result.model)
-    held = tuple(in_flight)
+    counts = tuple(in_flight)
     listed = candidate.passes if hide_edges else ()
-    if not held and hide_edges and not candidate.breadth_first and not listed:
-        held = costs.in_flight(candidate.split)
-    how = candidate.split, candidate.reductions, held, candidate.breadth_first, listed
+    if not counts and hide_edges and not candidate.breadth_first and not listed:
+        counts = costs.in_flight(candidate.split)
+    how = candidate.split, candidate.reductions, counts, candidate.breadth_first, listed
     run = execution_of(result, shape, *how)
     return JobStep(result.network, candidate.placement, model, run, costs)
 
@@ -78,9 +78,9 @@ def timed(result: SearchResult, candidate: Candidate) -> Candidate:
 def with_flight(result: SearchResult, candidate: Candidate) -> Candidate:
     """`candidate` with its micro-batches in flight and the memory that they take."""
     costs, memory = result.costs(candidate), candidate.memory_bytes
-    if held := costs.in_flight(candidate.split):
-        memory = tuple(map(StageLoad.bytes_of, costs.loads(candidate.split), held))
-    return replace(candidate, in_flight=held, memory_bytes=memory)
+    if in_flight := costs.in_flight(candidate.split):
+        memory = tuple(map(StageLoad.bytes_of, costs.loads(candidate.split), in_flight))
+    return replace(candidate, in_flight=in_flight, memory_bytes=memory)
 
 
 def step_without(result: SearchResult, candidate: Candidate) -> float:
@@ -95,22 +95,23 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
     shape, layers = candidate.shape, candidate.split[stage]
     prices = result.prices(shape)
     job, sizes = prices.job, candidate.placement.sizes
-    held = [job.block] * layers
-    held += [job.layers[0]] if stage == 0 else []
-    held += [job.layers[-1]] if stage == shape.pipeline - 1 else []
+    layers_held = [job.block] * layers
+    layers_held += [job.layers[0]] if stage == 0 else []
+    layers_held += [job.layers[-1]] if stage == shape.pipeline - 1 else []
     keep = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
     keep = candidate.in_flight[stage] if candidate.in_flight else keep
     shards = sizes.data * sizes.context // shape.replicas
     experts = max(1, shards // sizes.expert)
-    return stage_memory(result.model, held, shape.zero, shards, experts, keep, job.working_bytes)
+    return stage_memory(result.model, layers_held, shape.zero, shards, experts, keep, job.working_bytes)
 
 
 def with_passes(result: SearchResult) -> SearchResult:
     """Listed passes first, where these make a candidate faster than the best. (The certificate is of
     1F1B.)"""
-    piped = [one for one in result.candidates if one.simulated_s and not one.breadth_first]
-    ahead = list(filter(None, (in_passes(result, one) for one in piped[:PIPED])))
-    best = min(ahead, key=lambda one: one.simulated_s, default=None)
+    piped = [candidate for candidate in result.candidates
+             if candidate.simulated_s and not candidate.breadth_first]
+    ahead = list(filter(None, (in_passes(result, candidate) for candidate in piped[:PIPED])))
+    best = min(ahead, key=lambda candidate: candidate.simulated_s, default=None)
     if best is None or best.simulated_s >= result.best.step_s:
         return result
     return replace(result, candidates=[best, *result.candidates])
@@ -134,10 +135,11 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
 
 def with_breadth_first(result: SearchResult) -> SearchResult:
     """The same in breadth-first order (arXiv 2211.05953), for a stack that has it."""
-    piped = [one for one in result.candidates if one.simulated_s and one.shape.pipeline > 1]
-    found = filter(None, (_in_breadth_first(result, one) for one in piped))
-    ahead = [replace(one, simulated_s=simulated(result, one).step_s) for one in found]
-    best = min(ahead, key=lambda one: one.simulated_s, default=None)
+    piped = [candidate for candidate in result.candidates
+             if candidate.simulated_s and candidate.shape.pipeline > 1]
+    fitting = filter(None, (_in_breadth_first(result, candidate) for candidate in piped))
+    ahead = [replace(candidate, simulated_s=simulated(result, candidate).step_s) for candidate in fitting]
+    best = min(ahead, key=lambda candidate: candidate.simulated_s, default=None)
     if best is None or best.simulated_s >= result.best.step_s:
         return result
     return replace(result, candidates=[best, *result.candidates])
@@ -151,5 +153,5 @@ def _in_breadth_first(result: SearchResult, candidate: Candidate) -> Candidate |
         now = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
         now = candidate.in_flight[stage] if candidate.in_flight else now
         sizes.append(used + terms.activations * (shape.micro_batches / now - 1))
-    found = replace(candidate, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
-    return found if found.fits else None
+    whole = replace(candidate, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
+    return whole if whole.fits else None

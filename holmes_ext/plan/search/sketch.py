@@ -21,9 +21,8 @@ from holmes_ext.plan.search.simulated import memory_of, passes, timed
 from holmes_ext.plan.search.space import CLUSTERS, Limits, Shape, shapes
 from holmes_ext.units import format_bytes
 
-#: Candidates simulated at least (those that a table shows) and at most, each of another shape, and the passes
-#: of all of them together.
-SHOWN, COUNT = 10, 30
+#: Candidates simulated at most, each of another shape, and the passes of all of them together.
+COUNT = 30
 WORK = 60_000
 #: Passes that one counts as where the network between clusters is not flat, and those that a stage's (or
 #: chunk's) reductions in two levels count as.
@@ -78,7 +77,7 @@ class Sketch:
         if not result.candidates:
             raise HolmesError(self._why_not())
         result.candidates.sort(key=lambda one: (one.formula_s, one.peak_bytes))
-        return simulate_first(result) if simulate and not result.interrupted else result
+        return simulate_first(result, rows=self.rows) if simulate and not result.interrupted else result
 
     def _bound_shapes(self) -> None:
         result = self.result
@@ -179,13 +178,14 @@ class Sketch:
         )
 
 
-def simulate_first(result: SearchResult, count: int = COUNT) -> SearchResult:
-    """With the fastest shapes simulated and first, and a certificate by the shapes' bounds."""
+def simulate_first(result: SearchResult, count: int = COUNT, rows: int = 1) -> SearchResult:
+    """With the fastest shapes simulated and first, of `rows` also those that are not much slower, and a
+    certificate by the shapes' bounds."""
     left, best, layers = WORK, inf, result.model.layers
     candidates: list[Candidate] = []
     rest: list[Candidate] = []
     for number, one in enumerate(result.candidates):
-        far = one.formula_s >= (best if len(candidates) >= SHOWN else FAR * best)
+        far = one.formula_s >= (best if len(candidates) >= rows else FAR * best)
         if len(candidates) == count or far:
             rest += result.candidates[number:]
             break  # the closed form seldom says more than the simulation

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice, permutations
 from math import inf
 
@@ -13,6 +14,7 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.placement.spread import Stages, spread
+from holmes_ext.plan.search.bound.shape import ShapeBound
 from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, SearchResult
 from holmes_ext.plan.search.simulated import timed
 from holmes_ext.plan.sizes import Sizes
@@ -30,7 +32,9 @@ def with_spread(result: SearchResult) -> SearchResult:
         return result
     fastest: dict[tuple[int, int], Candidate] = {}
     for one in result.candidates:
-        if one.simulated_s and one.shape.pipeline > 1 and one.shape.virtual == 1:
+        if one.simulated_s and one.shape.pipeline > 1 and one.shape.virtual == 1 and (
+                ShapeBound(result.network, result.prices(one.shape), one.shape).computing_s()
+                < result.best.step_s):
             fastest.setdefault((one.shape.pipeline, one.shape.tensor * one.shape.context), one)
     known = {candidate.placement.stages for candidate in result.candidates}
     found = []
@@ -59,9 +63,9 @@ def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
     stages, seconds = spread(list(map(len, network.names)), shape.pipeline, crossing.seconds, TRIES, chain)
     if seconds >= crossing.seconds(now) * (1 - EQUAL):
         return None
-    found = result.candidate(shape, laid(stages, candidate.placement.sizes, processes), candidate.split)
-    costs = result.costs(found)
-    return found if all(estimate(costs, candidate.split).fits) else None
+    spread_out = result.candidate(shape, laid(stages, candidate.placement.sizes, processes), candidate.split)
+    costs = result.costs(spread_out)
+    return spread_out if all(estimate(costs, candidate.split).fits) else None
 
 
 class Crossing:
@@ -82,14 +86,21 @@ class Crossing:
             kinds = set(stage)
             for pair in permutations(kinds, 2):
                 data[pair] += 2 / len(kinds)
-        for one, two in zip(map(Counter, stages), map(Counter, stages[1:])):
-            for a, b in zip((one - two).elements(), (two - one).elements()):
+        for one, two in zip(stages, stages[1:]):
+            for a, b in _moved(one, two):
                 pipeline[a, b] += 1
                 pipeline[b, a] += 1
         return self._fullest(pipeline, self.sent) + self._fullest(data, self.reduced)
 
     def _fullest(self, loads: Mapping[tuple[int, int], float], bits: float) -> float:
         return max((bits * load / self.rates[pair] for pair, load in loads.items()), default=0.0)
+
+
+@lru_cache(maxsize=10_000)
+def _moved(one: tuple[int, ...], two: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Clusters of the nodes that send from a stage to the next in another cluster, as few as can be."""
+    here, there = Counter(one), Counter(two)
+    return [*zip((here - there).elements(), (there - here).elements())]
 
 
 def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:

@@ -26,19 +26,19 @@ CAUSES = {
 def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
     """Seconds of CAUSES, the mean over all ranks; their sum is the step, the simulated one if there is
     one."""
-    placement, found = candidate.placement, dict.fromkeys(CAUSES, 0.0)
+    placement, seconds = candidate.placement, dict.fromkeys(CAUSES, 0.0)
     contents = placement.stages
     if candidate.simulated_s:
-        found |= simulated(result, candidate).causes
+        seconds |= simulated(result, candidate).causes
     else:
-        one = estimate(result.costs(candidate), candidate.split)
-        found["compute"] = sum(one.compute_s) / len(contents)
-        found["bubble"] = sum(one.idle_s) / len(contents)
-        for content, exposed in zip(contents, one.exposed_s):
+        step = estimate(result.costs(candidate), candidate.split)
+        seconds["compute"] = sum(step.compute_s) / len(contents)
+        seconds["bubble"] = sum(step.idle_s) / len(contents)
+        for content, exposed in zip(contents, step.exposed_s):
             cause = "reduce_across" if len(content) > 1 else "reduce_inside"
-            found[cause] += exposed / len(contents)
+            seconds[cause] += exposed / len(contents)
     collectives = candidate.shape.micro_batches * _collectives_s(result, candidate) / len(contents)
-    return found | {"collectives": collectives, "compute": found["compute"] - collectives}
+    return seconds | {"collectives": collectives, "compute": seconds["compute"] - collectives}
 
 
 def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
@@ -53,25 +53,28 @@ def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
     """Stock with the candidate's sizes (and the user's layers and order), simulated if that is."""
     split = candidate.split if candidate.placement.names else ()
-    stock, one = result.stock(candidate.shape, split, candidate.placement.sizes.order)
+    stock, same_sizes = result.stock(candidate.shape, split, candidate.placement.sizes.order)
     if candidate.simulated_s:
-        one = replace(one, simulated_s=folded_s(job_of(stock, one)))
-    return stock, one
+        same_sizes = replace(same_sizes, simulated_s=folded_s(job_of(stock, same_sizes)))
+    return stock, same_sizes
 
 
 def best_stock(result: SearchResult) -> Candidate | None:
     """Stock with the sizes that suit it best of those that were worked out and fit; simulated ones, if the
     best is, of the few that are first in closed form."""
-    own = result.user_layout
-    asked = [*result.candidates, *([own] if own else [])]
-    every = [result.stock(shape)[1] for shape in dict.fromkeys(one.shape for one in asked)]
-    ranked = sorted((one for one in every if one.fits), key=lambda one: one.formula_s)
+    user_layout = result.user_layout
+    asked = [*result.candidates, *([user_layout] if user_layout else [])]
+    every = [result.stock(shape)[1] for shape in dict.fromkeys(candidate.shape for candidate in asked)]
+    fitting = [candidate for candidate in every if candidate.fits]
+    ranked = sorted(fitting, key=lambda candidate: candidate.formula_s)
     if not result.best.simulated_s:
         return next(iter(ranked), None)
     first: dict[Candidate, None] = {}
     for chunked in (False, True):  # the closed form flatters chunks
-        alike = [one for one in ranked if (one.shape.virtual > 1) == chunked]
+        alike = [candidate for candidate in ranked if (candidate.shape.virtual > 1) == chunked]
         first |= dict.fromkeys(alike[:STOCKS])
-    first |= dict.fromkeys(one for one in ranked if own and one.shape == own.shape)
-    found = [timed(result.stock(one.shape)[0], one) for one in first]
-    return min(found, key=lambda one: one.step_s, default=None)
+    if user_layout:
+        shape = user_layout.shape
+        first |= dict.fromkeys(candidate for candidate in ranked if candidate.shape == shape)
+    simulated_ones = [timed(result.stock(candidate.shape)[0], candidate) for candidate in first]
+    return min(simulated_ones, key=lambda candidate: candidate.step_s, default=None)

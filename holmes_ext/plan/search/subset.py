@@ -214,11 +214,12 @@ class _Search:
         """Move nodes of the best subset from one cluster to another, many at first, while that helps."""
         while not self.over(end) and self.found:
             best_s, best, _ = self.found[0]
-            for one, two in permutations(range(len(best)), 2):
+            for giver, taker in permutations(range(len(best)), 2):
                 for nodes in dict.fromkeys((unit, 1)):
-                    if best[one] >= nodes and best[two] + nodes <= self.idle[two] and not self.over(end):
+                    possible = best[giver] >= nodes and best[taker] + nodes <= self.idle[taker]
+                    if possible and not self.over(end):
                         moved = list(best)
-                        moved[one], moved[two] = moved[one] - nodes, moved[two] + nodes
+                        moved[giver], moved[taker] = moved[giver] - nodes, moved[taker] + nodes
                         self.one(tuple(moved))
             if self.best_s >= best_s:
                 return
@@ -262,7 +263,7 @@ def _filled(idle: Counts, count: int, order: Sequence[int], whole: int) -> Itera
 
 def _of_two(idle: Counts, count: int) -> Iterator[Counts]:
     """Of one cluster or two: more are seldom better."""
-    for one, two in combinations(range(len(idle)), 2):
-        for nodes in range(max(0, count - idle[two]), min(idle[one], count) + 1):
-            yield tuple(nodes if index == one else count - nodes if index == two else 0
+    for first, second in combinations(range(len(idle)), 2):
+        for nodes in range(max(0, count - idle[second]), min(idle[first], count) + 1):
+            yield tuple(nodes if index == first else count - nodes if index == second else 0
                         for index in range(len(idle)))

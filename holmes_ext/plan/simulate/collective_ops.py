@@ -33,13 +33,13 @@ class CollectiveOps(Collectives):
             return self._along_shards(kind, stage, letter, micro_batch)
         if not final and not (self.late_gather and letter == "F" and micro_batch == 0):
             return needs, launches
-        for number, one in enumerate(self.leaving.get((kind, stage), [])):
-            own = [layer for part, layer in one.places if part == chunk]
-            if own and letter == "F":
+        for number, buckets in enumerate(self.leaving.get((kind, stage), [])):
+            of_chunk = [layer for part, layer in buckets.places if part == chunk]
+            if of_chunk and letter == "F":
                 gathered = self._tag(kind, stage, "gather", number)
-                needs.setdefault(min(own), []).append(("wait", gathered, "gather", 0))
-            if final and one.after and one.after[0] == chunk:
-                launches[one.after[1]] = self._post(self._tag(kind, stage, "reduce", number))
+                needs.setdefault(min(of_chunk), []).append(("wait", gathered, "gather", 0))
+            if final and buckets.after and buckets.after[0] == chunk:
+                launches[buckets.after[1]] = self._post(self._tag(kind, stage, "reduce", number))
         return needs, launches
 
     def _along_shards(
@@ -49,14 +49,14 @@ class CollectiveOps(Collectives):
         prefetch the next layer's weights leave before a layer, its gradients are awaited after the next."""
         needs: Operations = {}
         launches: Operations = {}
-        own, whole = self.shards[kind, stage], self.groups[kind, stage]
+        shards, whole = self.shards[kind, stage], self.groups[kind, stage]
         layers = range(*self.ranges[stage])[:: -1 if letter == "B" else 1]
 
         def of_layer(what: str, place: int, *kinds: str) -> list[Op]:
             """Where the pass has so many layers."""
             if not 0 <= place < len(layers):
                 return []
-            pipelines = whole.pipelines if what == "across" else own.pipelines
+            pipelines = whole.pipelines if what == "across" else shards.pipelines
             name: Tag = (what, stage, pipelines, layers[place], *([letter] if what == "weights" else []))
             awaited = "gather" if what == "weights" else "reduce"
             every: dict[str, Op] = {"post": ("post", (name, micro_batch)),
@@ -89,8 +89,8 @@ class CollectiveOps(Collectives):
         owners_of = (self.shards or self.groups) if self.run.zero else {}
         share = owners_of[kind, stage].ranks if (kind, stage) in owners_of else 1
         ranges = self.ranges[stage :: self.stages]
-        own = sum(self.parameters[layer] for low_high in ranges for layer in range(*low_high))
-        yield ("software", "optimizer", self.run.parameter_s * own / share, -1, 0)
+        parameters = sum(self.parameters[layer] for low_high in ranges for layer in range(*low_high))
+        yield ("software", "optimizer", self.run.parameter_s * parameters / share, -1, 0)
         if self.run.zero in (1, 2) and not self.late_gather:
             for tag in self._tags(kind, stage, "gather"):
                 yield from (("post", tag), ("wait", tag, "gather", -1))
@@ -113,7 +113,7 @@ class CollectiveOps(Collectives):
     def _reduce(self, kind: int, stage: int) -> list[Op]:
         tags = self._tags(kind, stage, "reduce") if self.run.zero < 2 else []
         every = zip(tags, self.leaving.get((kind, stage), []))
-        late = [tag for tag, one in every if one.after is None]
+        late = [tag for tag, buckets in every if buckets.after is None]
         posts = [op for tag in late for op in self._post(tag)]
         return posts + [("wait", tag, "reduce", -1) for tag in tags]
 

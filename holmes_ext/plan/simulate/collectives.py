@@ -64,14 +64,14 @@ def leaving(
 ) -> list[Leaving]:
     """`gradients` (in the order in which they become final) in buckets of limit_bytes, the first of
     first_bytes. Those that are full at one layer's end are one transfer."""
-    found: dict[Place | None, list[list[Gradient]]] = {}
+    by_moment: dict[Place | None, list[list[Gradient]]] = {}
     for late in (False, True):
-        own = [gradient for gradient in gradients if gradient.late == late]
-        sizes = [gradient.size for gradient in own]
+        of_kind = [gradient for gradient in gradients if gradient.late == late]
+        sizes = [gradient.size for gradient in of_kind]
         for places in cut(sizes, limit_bytes, exceed=exceed, first_bytes=first_bytes):
-            after = None if late else own[places[-1]].place
-            found.setdefault(after, []).append([own[index] for index in places])
-    return [_leaving(buckets, after) for after, buckets in found.items()]
+            after = None if late else of_kind[places[-1]].place
+            by_moment.setdefault(after, []).append([of_kind[index] for index in places])
+    return [_leaving(buckets, after) for after, buckets in by_moment.items()]
 
 
 def _leaving(buckets: Sequence[Sequence[Gradient]], after: Place | None) -> Leaving:
@@ -147,16 +147,16 @@ class Collectives:
             self.transfers["sum", stage, family.pipelines, number] = self._number_summed(family, ring)
         if run.zero > 1:
             self._add_shards(family)
-        for number, one in enumerate(every):
+        for number, buckets in enumerate(every):
             tag = ("reduce", stage, family.pipelines, number)
             reduction = both if both and not scatters else PricedReduction(ring)
             if scatters:
-                self._add_ring(family, ring.scaled(run.scatter), tag, one.sizes)
+                self._add_ring(family, ring.scaled(run.scatter), tag, buckets.sizes)
             else:
-                self._add_reduction(reduction, tag, one.sizes, len(family.pipelines),
+                self._add_reduction(reduction, tag, buckets.sizes, len(family.pipelines),
                                     MOST_CHUNKS // len(every))
             if run.zero:
-                sizes = [self.weights * size for size in one.sizes]
+                sizes = [self.weights * size for size in buckets.sizes]
                 self._add_ring(family, ring.scaled(0.5), ("gather", *tag[1:]), sizes)
 
     def _buckets(self, family: GroupFamily, gradients: Sequence[Gradient],
@@ -167,8 +167,8 @@ class Collectives:
             return [Leaving((total,), tuple(places), None)]
         suited = chunk_bytes or bucket_bytes(self.network.fabric(family.kinds), family.ranks, total)
         how = run.bucket_bytes or suited, run.engine.buckets_exceed, run.first_bucket_bytes
-        chunks = [list(own) for _, own in groupby(gradients, lambda gradient: gradient.place[0])]
-        return [one for chunk in chunks for one in leaving(chunk, *how)]
+        chunks = [list(of_chunk) for _, of_chunk in groupby(gradients, lambda gradient: gradient.place[0])]
+        return [bucket for chunk in chunks for bucket in leaving(chunk, *how)]
 
     def _add_reduction(
         self, reduction: PricedReduction, tag: Tag, sizes: Sequence[float], parties: int, most: int
@@ -190,19 +190,19 @@ class Collectives:
         """What ZeRO 2 and 3 send for every layer, in each micro-batch."""
         run, stage = self.run, family.stage
         hybrid = inside_clusters(self.network, family) if run.replicas == "clusters" else []
-        inside = [self._of_cluster(own) for own in hybrid] or [family]
+        inside = [self._of_cluster(shards) for shards in hybrid] or [family]
         across = owners(self.network, family) if hybrid else None
-        for own in inside:
-            for kind in own.pipelines:
-                self.shards[kind, stage] = own
+        for shards in inside:
+            for kind in shards.pipelines:
+                self.shards[kind, stage] = shards
         for layer in range(*self.ranges[stage]):
             size = sum(self.reduced[layer])
-            for own in inside:
-                of_layer, ring = (stage, own.pipelines, layer), self._ring(own)
-                self._add_ring(own, ring.scaled(run.scatter), ("scatter", *of_layer), [size])
+            for shards in inside:
+                of_layer, ring = (stage, shards.pipelines, layer), self._ring(shards)
+                self._add_ring(shards, ring.scaled(run.scatter), ("scatter", *of_layer), [size])
                 for letter in "FB" if run.zero == 3 else "":
                     tag = ("weights", *of_layer, letter)
-                    self._add_ring(own, ring.scaled(0.5), tag, [self.weights * size])
+                    self._add_ring(shards, ring.scaled(0.5), tag, [self.weights * size])
             if across is not None:
                 owned = ("across", stage, family.pipelines, layer)
                 self._add_ring(across, self._ring(across), owned, [size / inside[0].ranks])
@@ -210,8 +210,8 @@ class Collectives:
     def _of_cluster(self, family: GroupFamily) -> GroupFamily:
         """Only the pipelines whose ranks are there."""
         fold, stage = self.fold, family.stage
-        own = (kind for kind in family.pipelines if fold.kind_on(kind, stage) in family.kinds)
-        return replace(family, pipelines=tuple(own))
+        pipelines = (kind for kind in family.pipelines if fold.kind_on(kind, stage) in family.kinds)
+        return replace(family, pipelines=tuple(pipelines))
 
     def _ring(self, family: GroupFamily) -> Load:
         return self.network.ring(family, inside_bps=self._inside_bps(family))
@@ -231,16 +231,16 @@ class Collectives:
                 both |= dict.fromkeys(family.pipelines, (made, family) if made else None)
         for kind in range(len(fold.kinds)):
             kinds = fold.kind_on(kind, 0), fold.kind_on(kind, last)
-            link = min(self.model.gpu_of(self.network.cluster(one)).link_bps for one in kinds)
-            pair, found = by_pairs(self.network, fold, kind, link), both.get(kind)
-            if found and found[0].seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
-                tag, parties = ("tied", 0, found[1].pipelines, 0), 2 * len(found[1].pipelines)
-                reduction: PricedReduction = found[0]
+            link = min(self.model.gpu_of(self.network.cluster(end)).link_bps for end in kinds)
+            pair, twice = by_pairs(self.network, fold, kind, link), both.get(kind)
+            if twice and twice[0].seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
+                tag, parties = ("tied", 0, twice[1].pipelines, 0), 2 * len(twice[1].pipelines)
+                reduction: PricedReduction = twice[0]
             else:
                 tag, parties, reduction = ("tied", 0, (kind,), 0), 2, pair
             if tag not in self.transfers:
                 self._add_reduction(reduction, tag, [self.tied_bytes], parties, MOST_CHUNKS)
-                if not tag[0] == "tied" or len(reduction.flows([1.0], tag, 1)[0]) == 1:
+                if len(reduction.flows([1.0], tag, 1)[0]) == 1:
                     self.transfers[tag].channel = None
             self.tied[kind] = tag
 

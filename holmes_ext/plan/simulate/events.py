@@ -241,8 +241,8 @@ class Simulation:
         self._release(transfer, transfer.waiting)
 
     def _release_senders(self, transfer: Transfer) -> None:
-        self._release(transfer, [one for one in transfer.waiting if len(one[2]) > 4])
-        transfer.waiting = [one for one in transfer.waiting if len(one[2]) <= 4]
+        self._release(transfer, [waiter for waiter in transfer.waiting if len(waiter[2]) > 4])
+        transfer.waiting = [waiter for waiter in transfer.waiting if len(waiter[2]) <= 4]
 
     def _release(self, transfer: Transfer, waiting: list[tuple[int, float, Op]]) -> None:
         for actor, since, op in waiting:

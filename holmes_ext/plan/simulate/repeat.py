@@ -44,9 +44,9 @@ def folded_s(job: JobStep) -> float:
         if more[0]:
             return end_of(spans) + more[0]
         if len(apart := job.apart()) > 1:
-            own = [[spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)]
-                   for kinds in apart]
-            more = [_more_s(each, stages, periods, total - count) for each in own]
+            actor_spans = [[spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)]
+                           for kinds in apart]
+            more = [_more_s(each, stages, periods, total - count) for each in actor_spans]
             if all(more):
                 begins = {kind: seconds for kinds, seconds in zip(apart, more) for kind in kinds}
                 return end_of(job.simulation(count, [begins[kind] for kind in sorted(begins)]).run())
@@ -63,8 +63,8 @@ def _more_s(spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int]
 def _longer_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:
     """What `period` micro-batches more take, where the middle repeats; else 0."""
     ends = {(actor, span.kind, span.chunk, span.micro_batch): span.end
-            for actor, own in enumerate(spans) for span in own if span.kind in _PASSES}
-    same_until = min(max(span.end for span in own if span.kind == "forward") for own in spans)
+            for actor, actor_spans in enumerate(spans) for span in actor_spans if span.kind in _PASSES}
+    same_until = min(max(span.end for span in actor_spans if span.kind == "forward") for actor_spans in spans)
     lived = 0.0
     for first in range(0, len(spans), stages):  # of first stages
         begins: dict[int, float] = {}

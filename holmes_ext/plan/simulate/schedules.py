@@ -41,8 +41,8 @@ class _Ends:
     def __init__(self, stage: int, stages: int, last: int):
         self.stage, self.stages, self.last = stage, stages, last
 
-    def needs(self, one: Pass) -> list[Message]:
-        kind, micro_batch, chunk = one
+    def needs(self, each: Pass) -> list[Message]:
+        kind, micro_batch, chunk = each
         place = chunk * self.stages + self.stage
         if kind == "F":
             return [("a", place - 1, micro_batch)] if place else []

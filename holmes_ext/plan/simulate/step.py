@@ -124,8 +124,8 @@ class JobStep:
         stages = len(self.fold.stages)
         for kind in range(len(self.fold.kinds)):
             for place in range(stages * self.run.virtual - 1):
-                one, two = place % stages, (place + 1) % stages
-                for letter, ends in (("a", (one, two)), ("g", (two, one))):
+                stage, following = place % stages, (place + 1) % stages
+                for letter, ends in (("a", (stage, following)), ("g", (following, stage))):
                     transfers[letter, place, kind] = self._message(maker, kind, *ends, size)
         return transfers
 
@@ -163,19 +163,19 @@ class JobStep:
 
     def apart(self) -> list[set[int]]:
         """Kinds of pipelines, those together that share something before their gradients are reduced."""
-        found: list[tuple[set[int], set[Hashable]]] = [({kind}, set())
-                                                       for kind in range(len(self.fold.kinds))]
+        kinds_uses: list[tuple[set[int], set[Hashable]]] = [({kind}, set())
+                                                            for kind in range(len(self.fold.kinds))]
         for tag, transfer in self.templates.items():
             if isinstance(tag, tuple) and tag[0] in ("a", "g"):
-                found[tag[2]][1].update(nic for nic, _ in transfer.uses if self.capacities[nic] < inf)
+                kinds_uses[tag[2]][1].update(nic for nic, _ in transfer.uses if self.capacities[nic] < inf)
         joined: list[tuple[set[int], set[Hashable]]] = []
-        for kinds, uses in found:
-            for other in [one for one in joined if one[1] & uses]:
+        for kinds, uses in kinds_uses:
+            for other in [group for group in joined if group[1] & uses]:
                 joined.remove(other)
                 kinds, uses = kinds | other[0], uses | other[1]
             joined.append((kinds, uses))
         early = self.run.zero == 1 and self.run.gather_overlap or self.run.zero > 1 or self.run.cores
-        return [set(range(len(found)))] if early else [kinds for kinds, _ in joined]
+        return [set(range(len(kinds_uses)))] if early else [kinds for kinds, _ in joined]
 
     def step(self) -> Step:
         """Of all micro-batches."""

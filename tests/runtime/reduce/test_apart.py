@@ -39,8 +39,9 @@ def trained(rank, outer, kind, two_levels):
     """Of a rank: the weights after each step, the optimizer's state at the end."""
     options, where = Options(apart="2", outer=outer), site()
     plan = build_plan(where, Sizes(), options=options)
-    (way,) = plan.traffic_of("sockets").reductions
-    way = replace(way, two_level_from=0, clusters=way.clusters if two_levels else (), bucket_bytes=256)
+    (reduction,) = plan.traffic_of("sockets").reductions
+    names = reduction.clusters if two_levels else ()
+    reduction = replace(reduction, two_level_from=0, clusters=names, bucket_bytes=256)
     current = session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), where, plan, rank)
     session.set_active(current)
 
@@ -48,13 +49,13 @@ def trained(rank, outer, kind, two_levels):
         traffic = tuple(replace(one, reductions=(new,)) for one in plan.traffic)
         current.adopt(plan.sizes, replace(plan, traffic=traffic), sums=True)
 
-    adopt(way)
+    adopt(reduction)
     ours = model()
     optimizer, reducer = optimizer_of(ours, kind), GradientReducer(ours.named_parameters())
     found, reasons = [], []
     for step in range(STEPS):
         if step in (LEAVES, RETURNS):
-            adopt(replace(way, apart=8 if step == LEAVES else 0))
+            adopt(replace(reduction, apart=8 if step == LEAVES else 0))
         with reducer.overlapped():
             loss_of(ours, rank, step).backward()
         reasons.append(current.reductions[0, 1, 2, 3].why_not_apart)

@@ -33,8 +33,8 @@ def trained(rank, changes, arms):
     what of the plan's reduction is another from then on."""
     options, where = Options(), site()
     plan = build_plan(where, Sizes(), options=options)
-    (way,) = plan.traffic_of("sockets").reductions
-    way = replace(way, two_level_from=0, chunk_bytes=4096, bucket_bytes=1024)
+    (reduction,) = plan.traffic_of("sockets").reductions
+    reduction = replace(reduction, two_level_from=0, chunk_bytes=4096, bucket_bytes=1024)
     current = session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), where, plan, rank)
     session.set_active(current)
 
@@ -43,14 +43,14 @@ def trained(rank, changes, arms):
         assert {network_api for one in traffic for network_api in one.network_apis} == set(NETWORK_APIS)
         current.adopt(plan.sizes, replace(plan, traffic=traffic), sums=True)
 
-    adopt(way)
+    adopt(reduction)
     ours, stock = model(), model()
     reducer = GradientReducer(ours.named_parameters())
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (ours, stock)]
-    losses, wanted, ways = [], [], []
+    losses, wanted, reductions = [], [], []
     for step in range(STEPS):
         if step in changes:
-            adopt(replace(way, **changes[step]))
+            adopt(replace(reduction, **changes[step]))
         for one, found in ((ours, losses), (stock, wanted)):
             one.zero_grad(set_to_none=True)
             if one is ours and arms:
@@ -64,28 +64,28 @@ def trained(rank, changes, arms):
             parameter.grad /= 4
         for optimizer in optimizers:
             optimizer.step()
-        ways.append((current.reductions[0, 1, 2, 3].two_levels, len(reducer._buckets)))
+        reductions.append((current.reductions[0, 1, 2, 3].two_levels, len(reducer._buckets)))
     reducer.close()
     session.set_active(None)
-    return losses, wanted, ways
+    return losses, wanted, reductions
 
 
 def switched(changes, arms=True):
     """What each step did, the same on all ranks."""
     answers = run_ranks(trained, 4, changes, arms)
-    for losses, wanted, ways in answers:
+    for losses, wanted, reductions in answers:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-6, atol=1e-6)
-        assert ways == answers[0][2]
+        assert reductions == answers[0][2]
     return answers[0][2]
 
 
 def test_two_levels_and_one_ring_and_back():
-    ways = switched({3: {"clusters": ()}, 6: {}})
-    assert [two_levels for two_levels, _ in ways] == [True] * 3 + [False] * 3 + [True] * 2
+    reductions = switched({3: {"clusters": ()}, 6: {}})
+    assert [two_levels for two_levels, _ in reductions] == [True] * 3 + [False] * 3 + [True] * 2
 
 
 def test_other_chunks_and_buckets():
-    ways = switched({2: {"chunk_bytes": 2048}, 4: {"clusters": (), "bucket_bytes": 8192},
-                     6: {"clusters": (), "bucket_bytes": 2048}}, arms=False)
-    counts = [count for _, count in ways]
+    reductions = switched({2: {"chunk_bytes": 2048}, 4: {"clusters": (), "bucket_bytes": 8192},
+                           6: {"clusters": (), "bucket_bytes": 2048}}, arms=False)
+    counts = [count for _, count in reductions]
     assert counts[2] > counts[0] and counts[4] < counts[2] and counts[6] > counts[4]

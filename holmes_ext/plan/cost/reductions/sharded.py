@@ -88,8 +88,8 @@ def added(*rows: Row) -> Row:
 def longest(rows: Sequence[tuple[Row, float]], repeats: Sequence[int]) -> Row:
     """Of passes over all layers with seconds that nothing hides: the longest, those added to layer 0."""
 
-    def seconds(one: tuple[Row, float]) -> float:
-        return sum(value * count for value, count in zip(one[0], repeats)) + one[1]
+    def seconds(direction: tuple[Row, float]) -> float:
+        return sum(value * count for value, count in zip(direction[0], repeats)) + direction[1]
 
     row, more_s = max(rows, key=seconds)
     return row[0] + more_s / repeats[0], *row[1:]
@@ -100,13 +100,14 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
     parts: dict[str, list[GroupPart]] = {}
     for part in family.parts:
         parts.setdefault(network.cluster(part.kind), []).append(part)
-    ranks = {sum(part.nodes * part.here for part in own) for own in parts.values()}
+    ranks = {sum(part.nodes * part.here for part in cluster_parts) for cluster_parts in parts.values()}
     if len(parts) < 2 or len(ranks) > 1:
         return []
     (count,) = ranks
     return [
-        replace(family, ranks=count, parts=tuple(own), ring=tuple((part.kind, part.nodes) for part in own))
-        for own in parts.values()
+        replace(family, ranks=count, parts=tuple(cluster_parts),
+                ring=tuple((part.kind, part.nodes) for part in cluster_parts))
+        for cluster_parts in parts.values()
     ]
 
 

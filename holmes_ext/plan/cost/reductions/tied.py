@@ -38,7 +38,8 @@ def in_two_levels(
     """None where a stage lies on several clusters, both lie on one, or a stage has one rank."""
     clusters = [network.cluster(kind) for kind, _ in both.ring]
     first = sum(part.nodes * part.here for part in both.parts if network.cluster(part.kind) == clusters[0])
-    apart = 2 * first == both.ranks and sum(one != two for one, two in zip(clusters, clusters[1:])) == 1
+    borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
+    apart = 2 * first == both.ranks and borders == 1
     if network.only is not None or both.ranks == 2 or not apart:
         return None
     return two_levels(network, both, size, direct, groups, "off", inside_bps, spread=False)

@@ -110,10 +110,10 @@ class TwoLevels(PricedReduction):
         """With chunks that suit so many bytes: small ones fill the levels, large ones outlast latency."""
         if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
             return self
-        found = [self]
-        while found[-1].chunk_bytes < size:
-            found.append(replace(self, chunk_bytes=2 * found[-1].chunk_bytes))
-        return min(found, key=lambda one: one.seconds(size))
+        sizes = [self]
+        while sizes[-1].chunk_bytes < size:
+            sizes.append(replace(self, chunk_bytes=2 * sizes[-1].chunk_bytes))
+        return min(sizes, key=lambda levels: levels.seconds(size))
 
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
         chunks = min(most, sum(chunks_of(size, self.chunk_bytes) for size in sizes))
@@ -134,16 +134,16 @@ class TwoLevels(PricedReduction):
 
     def streams(self, network: Network, crossing: float) -> int:
         """TCP streams between two ranks that fill the measured links; crossing: groups at once."""
-        found, load = 1, self.there
+        count, load = 1, self.there
         assert load.fabric is not None
         nic_bps = load.fabric.rate_bps / self.senders
-        for one, two in self.route.halves[0]:
-            link = network.wan.pair_of.get((one, two))
+        for source, target in self.route.halves[0]:
+            link = network.wan.pair_of.get((source, target))
             if link is not None and link.stream_bps and link.rate_bps:
-                ranks = min(self.ranks[one], self.ranks[two])
+                ranks = min(self.ranks[source], self.ranks[target])
                 wanted = min(nic_bps, link.rate_bps / (crossing * ranks))
-                found = max(found, ceil(STREAM_SHARE * wanted / link.stream_bps))
-        return min(found, MOST_STREAMS)
+                count = max(count, ceil(STREAM_SHARE * wanted / link.stream_bps))
+        return min(count, MOST_STREAMS)
 
     def faster_from(self, flat: PricedReduction) -> int | None:
         """The least bytes of a sum for which this is faster than `flat`; None: never."""

@@ -71,8 +71,8 @@ class ChainBound(StepLowerBound):
                 alone, once, rounds_s, rounds = passes[n]
                 more = slope * (room - n - stage)
                 moment = max(alone + below, once + 2 * below, rounds_s + (rounds + 1) * below) + fixed + more
-                if not last:
-                    moment = max(moment, end + edge + b * n + extra_b)
+                before = self.flowed[stage] if last else end + edge + extra_b
+                moment = max(moment, before + b * n)
                 if moment + after[n] <= step_s:
                     if sent:  # its NIC is done, an edge before
                         moment = max(moment, down + f * n + more)

@@ -91,7 +91,8 @@ def interleaved_s(least: Stages) -> float:
         own, (each, fixed) = backward[stage], after.reduce
         rest_s = least.tied[stage] + (max(rests) if least.barrier else rests[stage])
         found.append(end[stage] + rest_s + (0.0 if after.hidden else n * each + fixed))
-        found.append(begin[stage] + forward[stage] + total * least.sent[stage] + n * after.shared + rest_s)
+        there = least.sent_there[stage]
+        found.append(begin[stage] + forward[stage] + total * there + n * after.shared + rest_s)
         chunks = (closing[stage] - 1) // count + 1 if after.hidden else 0
         for chunk in range(min(v, chunks)):  # whose last backward is followed by those of so many chunks
             gone = chunk * count
@@ -99,6 +100,6 @@ def interleaved_s(least: Stages) -> float:
                 last[stage] + (closing[stage] - gone) * own,
                 back[stage] + (total - gone) * own + behind(turn_b, own, v - 1 - chunk))
             part = n * each * (chunk + 1) / v + (fixed if stage < count - 1 else 0.0)
-            carried = n * after.shared * (chunk + 1) / v + gone * least.sent[stage] / 2
+            carried = n * after.shared * (chunk + 1) / v + gone * there / 2
             found.append(over - own - bounds.extra_backward[stage] + max(part, carried) + rest_s)
     return max(found)

@@ -3,13 +3,16 @@ other, whichever comes first.
 
     clusters a, b    stages 0, 1 lie on both    all gradients of stages 0 and 1 pass a -> b
 
-None begins before its stage's last backward.
+None begins before its stage's last backward. The first stage's begins last, and hops are shared fairly: while
+it is on its way, each other one on the same clusters gets as much, until that has all. A tied embedding's
+reduction comes after the first stage's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from holmes_ext.cluster.wan import Hop
@@ -17,17 +20,39 @@ from holmes_ext.plan.cost.network import Load
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
 from holmes_ext.plan.search.bound.stages import Stages
 
+#: Of as much as the first stage's reduction gets, what another gets at least: its chunks wait for each other.
+FAIR = 0.9
+
 
 class SharedHop(NamedTuple):
-    """each_s: of a block's gradients on it at least, on any of these stages; ends_s: what both ends add."""
+    """each_s: of a block's gradients on it at least, on any of these stages; ends_s: what both ends add;
+    first_s: the first one alone; alike: other stages that lie where the first one lies."""
 
     stages: tuple[int, ...]
     each_s: float
     ends_s: float
+    first_s: float = 0.0
+    alike: tuple[int, ...] = ()
 
     def blocks(self, seconds: float) -> float:
         """That it carries in so much time; below 0 where it has none for what the ends have."""
         return (seconds - self.ends_s) / self.each_s
+
+    def blocks_beside_first(self, most: Sequence[int], seconds: float) -> float:
+        """Of all its stages, of which each has room for so many, where the first one is reduced in so much
+        time; below 0 where it never is."""
+        if 0 not in self.stages:
+            return inf
+        others = sorted((most[stage] for stage in self.alike if stage), reverse=True)
+        free, found = sum(most[stage] for stage in self.stages) - most[0] - sum(others), -inf
+        for own in range(1, most[0] + 1):
+            first_s = own * self.each_s + self.first_s
+            for more in range(len(others) + 1):  # that have more than the first one
+                left_s = seconds - (1 + FAIR * more) * first_s
+                if left_s >= 0:
+                    rest = min(sum(others[more:]), left_s / (FAIR * self.each_s))
+                    found = max(found, own + free + sum(others[:more]) + rest)
+        return found
 
 
 def shared_hops(stages: Stages) -> list[SharedHop]:
@@ -36,23 +61,25 @@ def shared_hops(stages: Stages) -> list[SharedHop]:
     for stage in range(stages.count):
         for hop, seconds in _byte_s(stages, stage).items():
             byte_s[hop][stage] = seconds
-    hops: list[SharedHop] = []
-    every = [_shared(stages, byte_) for byte_ in byte_s.values() if min(byte_.values()) > 0]
+    found: list[SharedHop] = []
+    every = [_shared(stages, own) for own in byte_s.values() if min(own.values()) > 0]
     for one in sorted(every, key=lambda one: -len(one.stages) * one.each_s):
-        if not any(set(one.stages) & set(other.stages) for other in hops):
-            hops.append(one)
-    return hops
+        if not any(set(one.stages) & set(other.stages) for other in found):
+            found.append(one)
+    return found
 
 
 def _shared(stages: Stages, byte_s: dict[int, float]) -> SharedHop:
     first, block, last = stages.prices.job.reduced_bytes
     ends_s = byte_s.get(0, 0.0) * first + byte_s.get(stages.count - 1, 0.0) * last
-    return SharedHop(tuple(byte_s), min(byte_s.values()) * block, ends_s)
+    where, of_first = stages.placement.stages, byte_s.get(0, 0.0)
+    alike = (own for own, seconds in byte_s.items() if where[own] == where[0] and seconds == of_first)
+    return SharedHop(tuple(byte_s), min(byte_s.values()) * block, ends_s, of_first * first, tuple(alike))
 
 
 def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
     """Seconds of a byte of a stage's gradients on every hop that they pass."""
-    run, result = stages.run, defaultdict[Hop, float](float)
+    run, found = stages.run, defaultdict[Hop, float](float)
     part = (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
     reduction, _ = stages.reduction(stage, stages.column)
     loads: tuple[Load, ...] = (reduction.load,)
@@ -62,14 +89,17 @@ def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
         loads, part = (reduction.there, reduction.back), part * reduction.share
     for load in loads:
         for hop, flows in load.hops:
-            result[hop] += 8 * part * load.volume * flows / hop.rate_bps
-    return result
+            found[hop] += 8 * part * load.volume * flows / hop.rate_bps
+    return found
 
 
-def blocks_at_most(hops: Sequence[SharedHop], most: Sequence[int], seconds: Sequence[float]) -> float:
-    """Of all stages, of which each has room for so many, with so much time for what each hop carries."""
+def blocks_at_most(
+    hops: Sequence[SharedHop], most: Sequence[int], seconds: Sequence[float], first_s: float = inf
+) -> float:
+    """Of all stages, of which each has room for so many, with so much time for what each hop carries, and for
+    the first stage's part of it."""
     total: float = sum(most)
     for hop, left_s in zip(hops, seconds):
         room = sum(most[stage] for stage in hop.stages)
-        total -= max(0.0, room - hop.blocks(left_s))
+        total -= max(0.0, room - min(hop.blocks(left_s), hop.blocks_beside_first(most, first_s)))
     return total

@@ -17,7 +17,7 @@ layers; m: all of them; D: sum below of (w + 2 x), a micro-batch's way on and ba
                                    stages (barrier)
 
 And whatever hides them, all activations flow over each edge, one after the other, between the first one's way
-there and the last one's way on and back. Then stage 0 does what it does after its last backward.
+there and the last one's way on and back. Then each stage does what it does after its last backward.
 
 Closer, for one split (chained): the last backward of s comes after that of the stage below, whose own passes
 may take longer, and after that one's NIC sent all that leaves it, down and up; then come the reductions of s.
@@ -47,7 +47,7 @@ from holmes_ext.plan.search.bound.stages import Stages
 from holmes_ext.plan.simulate.execution import Execution
 
 #: The bound is found up to this fraction.
-CLOSE = 1e-2
+CLOSE = 2e-3
 #: Part of the layers that rounding leaves.
 ALMOST = 1 - 1e-9
 #: Steps of the longest optimizer and gather that are looked at one by one: this part of a step, and ten times
@@ -94,6 +94,11 @@ class StepLowerBound(Stages):
         self.more_down = list(accumulate(self.forward, min, initial=inf))
         self.more_up = list(accumulate(self.backward, min, initial=inf))
         self.more_below = list(accumulate(reversed(self.each), min, initial=inf))[-2::-1]
+        #: To its last backward, without its own blocks: all messages are down, and that one's gradient is up.
+        down_s = self.down[-1] + (self.layers - count) * min(self.forward) + self.there[-1]
+        down_s += (m - 1) * max(self.flow, default=0.0) + self.there[-1] + self.up[-1]
+        self.flowed = [down_s - self.there[stage] - self.up[stage] - self.backward[stage]
+                       for stage in range(count)]
         #: Seconds to the end of its last forward, without what others hold.
         self.starts: list[tuple[float, float]] = []
         #: By number of layers, as far as asked for.
@@ -238,7 +243,8 @@ class StepLowerBound(Stages):
         if good and self.crossing:
             left_s, down_s = step_s - self._last_begun(most), self.there[-1]
             left = [left_s - (down_s - self.there[max(hop.stages)]) for hop in self.crossing]
-            good = blocks_at_most(self.crossing, most, left) >= self.layers * ALMOST
+            first_s = left_s - down_s - self.tied[0] - rest_s
+            good = blocks_at_most(self.crossing, most, left, first_s) >= self.layers * ALMOST
         return most if good else None
 
     def _takes(self, stage: int, layers: int, above: int, rest_s: float, first_s: float) -> float:
@@ -259,6 +265,7 @@ class StepLowerBound(Stages):
                 least = min(more_down, more_below)
                 down, up = down + left * least, up + left * (more_below - least)
         end = down + self.there[stage] + self._passes(stage, layers).seconds(below)
+        end = max(end, self.flowed[stage] + layers * self.backward[stage])
         back = up + self.there[stage] + first_s
         return end + max(self._left(stage, layers, rest_s), back)
 

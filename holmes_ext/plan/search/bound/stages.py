@@ -90,6 +90,9 @@ class Stages:
         #: From the last stage to the first.
         self.around = found[-1]
         self.sent = self._sent_both_ways(found)
+        own = [self.prices.network.fabric([self._kind(stage, column)]).name for stage in range(count)]
+        #: The same where that NIC is the one that After.shared speaks of.
+        self.sent_there = [sent * (one.fabric == name) for sent, one, name in zip(self.sent, found, own)]
         self.after = [self._remember("after", stage, column, self._after) for stage in range(count)]
         here = max(1, self.prices.network.processes // self.placement.stride)
         stages = range(count)
@@ -219,7 +222,7 @@ class Stages:
         prices, run = self.prices, self.run
         fold, (place,) = prices.fold(self.placement, stage)
         kind = fold.kind_at(low)
-        family = next(group_family for group_family in fold.families(place) if kind in group_family.pipelines)
+        family = next(each for each in fold.families(place) if kind in each.pipelines)
         if family.ranks == 1:
             return PricedReduction(), family
         if run.in_two_levels(stage):

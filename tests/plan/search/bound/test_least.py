@@ -21,7 +21,8 @@ from holmes_ext.plan.search.simulated import job_of
 from holmes_ext.plan.search.space import Limits, shapes
 from holmes_ext.plan.simulate.repeat import folded_s
 
-SEEDS = 200 if os.environ.get("HOLMES_TEST_FULL") else 14
+#: 35: chunks whose messages and reductions leave through different NICs.
+SEEDS = range(200) if os.environ.get("HOLMES_TEST_FULL") else (*range(14), 35)
 
 
 def scene(pick):
@@ -48,7 +49,7 @@ def scene(pick):
     return replace(result, gather_overlap=pick.random() < 0.3)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_simulated_step_is_below_the_bound(seed):
     pick = random.Random(seed)
     result = scene(pick)
