@@ -75,7 +75,7 @@ def drawn(name: str, number: int) -> list[Row]:
 
 
 def hour(name: str) -> list[Row]:
-    layer_s = 0.1 / 9
+    layer_s = 0.3 / 9  # a stage takes 0.3 s for a micro-batch, a step some 3 s
     half, learned = half_mbps(layer_s), [0] * len(HOUR)
     job = LearningJob(((3, 3), layer_s, 4 * half), 8, patient=True)
     fixed = {held: [_steps(part, layer_s, half, held) for part in HOUR] for held in FIXED}
