@@ -22,7 +22,7 @@ COLUMNS = ("", "features on", "off", "tests passed", "failed", "in the lab, holm
 
 def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
     """Markdown, a line for each row that has been made, without the columns in which no row has anything; by
-    their names alone in "few"."""
+    their names alone in "few". The date is that of the oldest figure."""
     of_row: dict[str, dict[str, Figure]] = {}
     for one in figures:
         of_row.setdefault(one.scene, {})[one.metric] = one
@@ -31,7 +31,7 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
         if row.name in of_row and (row.name in FEW if kind == "few" else row.kind == kind):
             dates = about.get(row.name, {}).get("parts", {}).values()
             name = row.name if kind == "few" else _name(row)
-            lines.append((name, *_cells(of_row[row.name]), max(dates, default="-")))
+            lines.append((name, *_cells(of_row[row.name]), min(dates, default="-")))
     columns = [column for column in zip(*lines) if set(column[1:]) != {"-"}]
     head, *rest = (f"| {' | '.join(cells)} |" for cells in zip(*columns))
     return "\n".join((head, "| --- " * len(columns) + "|", *rest)) if rest else "None has been made yet."
