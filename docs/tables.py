@@ -199,7 +199,8 @@ def placed() -> str:
         f"Where clusters have links of their own, {len(saved)} cases of DT-FM (arXiv 2206.01288, 64 GPUs): a "
         f"step of what `holmes plan` finds takes {min(saved):.2f} to {max(saved):.2f} of that of the best "
         f"placement by DT-FM's objective (simulated, {model_error()}),"
-        f" by which ours costs {min(parts):.2f} to {max(parts):.2f} of its own search's."
+        f" by which ours costs {min(parts):.2f} to {max(parts):.2f} of its own search's. Certificates: "
+        f"no plan is more than {max(values('holmes plan: gap')):.0%} faster, within that model."
         f" [More](docs/benchmarks/placement.md).", 119) + "\n"
 
 

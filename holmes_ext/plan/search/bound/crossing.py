@@ -47,11 +47,11 @@ class SharedHop(NamedTuple):
         free, found = sum(most[stage] for stage in self.stages) - most[0] - sum(others), -inf
         for own in range(1, most[0] + 1):
             first_s = own * self.each_s + self.first_s
-            for full, rooms in enumerate([others[:end] for end in range(len(others) + 1)]):  # with more
-                left_s = seconds - (1 + FAIR * full) * first_s
+            for more in range(len(others) + 1):  # that have more than the first one
+                left_s = seconds - (1 + FAIR * more) * first_s
                 if left_s >= 0:
-                    rest = min(sum(others[full:]), left_s / (FAIR * self.each_s))
-                    found = max(found, own + free + sum(rooms) + rest)
+                    rest = min(sum(others[more:]), left_s / (FAIR * self.each_s))
+                    found = max(found, own + free + sum(others[:more]) + rest)
         return found
 
 
@@ -61,12 +61,12 @@ def shared_hops(stages: Stages) -> list[SharedHop]:
     for stage in range(stages.count):
         for hop, seconds in _byte_s(stages, stage).items():
             byte_s[hop][stage] = seconds
-    hops: list[SharedHop] = []
-    every = [_shared(stages, byte_) for byte_ in byte_s.values() if min(byte_.values()) > 0]
+    found: list[SharedHop] = []
+    every = [_shared(stages, own) for own in byte_s.values() if min(own.values()) > 0]
     for one in sorted(every, key=lambda one: -len(one.stages) * one.each_s):
-        if not any(set(one.stages) & set(other.stages) for other in hops):
-            hops.append(one)
-    return hops
+        if not any(set(one.stages) & set(other.stages) for other in found):
+            found.append(one)
+    return found
 
 
 def _shared(stages: Stages, byte_s: dict[int, float]) -> SharedHop:
@@ -79,7 +79,7 @@ def _shared(stages: Stages, byte_s: dict[int, float]) -> SharedHop:
 
 def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
     """Seconds of a byte of a stage's gradients on every hop that they pass."""
-    run, result = stages.run, defaultdict[Hop, float](float)
+    run, found = stages.run, defaultdict[Hop, float](float)
     part = (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
     reduction, _ = stages.reduction(stage, stages.column)
     loads: tuple[Load, ...] = (reduction.load,)
@@ -89,8 +89,8 @@ def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
         loads, part = (reduction.there, reduction.back), part * reduction.share
     for load in loads:
         for hop, flows in load.hops:
-            result[hop] += 8 * part * load.volume * flows / hop.rate_bps
-    return result
+            found[hop] += 8 * part * load.volume * flows / hop.rate_bps
+    return found
 
 
 def blocks_at_most(
