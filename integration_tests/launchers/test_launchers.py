@@ -75,7 +75,9 @@ def test_starts_and_stops_leave_nothing(tmp_path, of_others):
             if number % 2:
                 said = bench.run("srun", "--nodes=4", "hostname")
             else:
-                said = bench.run("mpirun", "--allow-run-as-root", "--hostfile", hostfile(bench), "hostname")
+                said = bench.run("mpirun", "--allow-run-as-root", "--hostfile", hostfile(bench), "sh", "-c",
+                                 "hostname; ls -d /run/ompi.$(hostname).*")
+                assert all(f"/run/ompi.{host}." in said for host in bench.order), said
             hosts = ["a0", "a1", "b0", "b1"]  # between warnings of a busy machine
             assert sorted(line for line in said.splitlines() if line in hosts) == hosts, said
             assert left(of_others)  # a lab that runs is seen

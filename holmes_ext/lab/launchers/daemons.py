@@ -67,6 +67,8 @@ class Daemons:
         self.directory.mkdir()
         said = {name: common[name] for name in common if name not in os.environ
                 or os.environ[name] != common[name]}
+        # Open MPI's session folders end with the hosts; in /tmp they stay where a daemon does not end in time
+        common["OMPI_MCA_orte_tmpdir_base"] = said["OMPI_MCA_orte_tmpdir_base"] = "/run"
         if "slurm" in needs:
             common["SLURM_CONF"] = said["SLURM_CONF"] = str(self.directory / "slurm.conf")
         hosts = (LOGIN, *self.order)
