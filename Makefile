@@ -32,8 +32,8 @@ ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.p
    joined.py) $(addprefix megatron/test_,core.py slices.py joined.py) \
    $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py torchtitan.py) \
    $(addprefix commands/test_,telemetry.py doctor.py profile_and_tune.py) $(addprefix faults/test_,faults.py restart.py) \
-   test_reduction_lab.py test_unequal_lab.py test_adapt.py test_adapt_sums.py) \
-   $(if $(HOLMES_TEST_FULL),tests/patches/torch/test_ddp.py)
+   test_reduction_lab.py test_unequal_lab.py) \
+   $(if $(HOLMES_TEST_FULL),tests/patches/torch/test_ddp.py integration_tests/test_adapt.py integration_tests/test_adapt_sums.py)
 export HOLMES_NCCL_SOURCE ?= $(abspath $(firstword $(wildcard ../shared/nccl/*.tar.gz ../shared/nccl/*.tgz)))
 
 .PHONY: demo test unit gpu gpu-libraries nccl check docs matrix soak faults stacks .venv .venv-gpu tools clean

@@ -186,7 +186,7 @@ def simulated(name: str, number: int, repetitions: int) -> list[Row]:
 # --------------------------------------------------------------------------- the vote
 
 
-def _ranks(port: int, first: int, count: int, went: Any, done: Any) -> None:
+def _ranks(port: int, first: int, count: int, done: Any) -> None:
     """Simulated ranks of one process; the others' thread, and what they found, by way of the queue `done`."""
     import torch.distributed as dist
 
@@ -200,7 +200,8 @@ def _ranks(port: int, first: int, count: int, went: Any, done: Any) -> None:
             assert len(told) == WORLD
             return {"at": 5, "next": 6, "change": [4, 3, 2, 1]}
 
-        went.wait()
+        store.add("ready", 1)
+        store.wait(["go"])
         start = time.monotonic()
         _, verdict = vote.round(0, report, propose,
                                 lambda number, told: boundary.agree(number, told["at"], told))
@@ -217,11 +218,13 @@ def vote(name: str, repetitions: int) -> list[Row]:
     for _ in range(repetitions):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         done, each = context.Queue(), WORLD // PROCESSES
-        went = context.Barrier(WORLD)
-        ranks = [context.Process(target=_ranks, args=(store.port, number * each, each, went, done))
+        ranks = [context.Process(target=_ranks, args=(store.port, number * each, each, done))
                  for number in range(PROCESSES)]
         for process in ranks:
             process.start()
+        while store.add("ready", 0) < WORLD:
+            time.sleep(0.05)
+        store.set("go", "")
         told = [done.get(timeout=300) for _ in range(WORLD)]
         assert {verdict for _, _, verdict in told} == {"take"}
         seconds.append(max(end for _, end, _ in told) - max(start for start, _, _ in told))

@@ -23,8 +23,6 @@ from simulated_steps import step_of  # noqa: E402
 
 #: Of an activation.
 BITS = 8 * 32768
-#: Seconds on the clock of the votes that a step takes at least.
-PAUSE_S = 0.03
 FREE_MBPS = 1000.0
 DRAWN, FIRST, STEPS = 12, 8, 18
 
@@ -58,7 +56,7 @@ def drawn(name: str, number: int) -> list[Row]:
     layer_s, micro_batches = draw.choice((0.004, 0.008, 0.011, 0.02)), draw.choice((6, 8, 12, 16))
     slower = draw.choice((0.8, 1.0, 1.2)) / 1.3
     scene = (3, 3), layer_s, round(half_mbps(layer_s), 3)
-    job = LearningJob(scene, micro_batches, PAUSE_S)
+    job = LearningJob(scene, micro_batches, patient=True)
     job.slower, stays = slower, step_s(step_of(scene, job.held()[0], micro_batches, slower))
     free = min(step_s(step_of((*scene[:2], FREE_MBPS), (held, 1), micro_batches, slower)) for held in FIXED)
     try:
@@ -79,7 +77,7 @@ def drawn(name: str, number: int) -> list[Row]:
 def hour(name: str) -> list[Row]:
     layer_s = 0.1 / 9
     half, learned = half_mbps(layer_s), [0] * len(HOUR)
-    job = LearningJob(((3, 3), layer_s, 4 * half), 8, PAUSE_S)
+    job = LearningJob(((3, 3), layer_s, 4 * half), 8, patient=True)
     fixed = {held: [_steps(part, layer_s, half, held) for part in HOUR] for held in FIXED}
     end = 0.0
     try:

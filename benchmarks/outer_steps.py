@@ -1,5 +1,5 @@
-"""Outer steps that joined_losses.py tries beside holmes's own (docs/benchmarks/joined.md says what came of
-them): --holmes-outer knows them in that file alone.
+"""Outer steps that joined_losses.py can try beside holmes's own: --holmes-outer knows them in that file
+alone. (docs/benchmarks/joined.md says what has been measured of them.)
 
     adamw    AdamW of the pseudo-gradients (FedAdam, arXiv 2003.00295), bias-corrected, no decay;
              momentum is its first beta:     a <- a - lr m^ / (sqrt(v^) + EPSILON)

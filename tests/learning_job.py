@@ -1,6 +1,7 @@
 """A whole job of four ranks that learns: real threads and votes, steps by the simulation. For tests and
 benchmarks/adapt_simulated.py."""
 
+import sys
 import time
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
 MICRO_BATCHES = 8
+#: That a patient step waits at most.
+PATIENT_S = 5.0
 
 
 def step_s(passes):
@@ -26,11 +29,11 @@ def step_s(passes):
 
 
 class LearningJob:
-    """scene: see step_of; it may be changed. lines: what rank 0 said; documents: what it kept; pause: seconds
-    that a step takes on the clock of the votes."""
+    """scene: see step_of; it may be changed. lines: what rank 0 said; documents: what it kept; patient: a
+    step lasts until the ranks' threads have nothing to do, as a step of a second does."""
 
-    def __init__(self, scene, micro_batches=MICRO_BATCHES, pause=0.01, **options):
-        self.pause = pause
+    def __init__(self, scene, micro_batches=MICRO_BATCHES, patient=False, **options):
+        self.patient = patient
         self.scene, self.slower, self.lines, self.documents, self.ranks = scene, 1 / 1.3, [], [], []
         where, store = site(ethernet=f"{scene[2]}Mb/s"), dist.HashStore()
         plan = build_plan(where, Sizes(2), options=Options(**options))
@@ -61,7 +64,17 @@ class LearningJob:
             one.recorder.step += 1
             one.on_step(0, self.clock, self.clock + length, 0, *self._told(one, passes), None)
         self.clock += length
-        time.sleep(self.pause)
+        time.sleep(0.01)
+        end, idle = time.monotonic() + PATIENT_S, 0
+        while self.patient and idle < 3 and time.monotonic() < end:
+            idle = idle + 1 if self._idle() else 0
+            time.sleep(0.001)
+
+    def _idle(self):
+        """Whether every rank's thread waits for a step."""
+        frames = sys._current_frames()
+        return all(one._steps.empty() and frames[one._thread.ident].f_code.co_name == "_measure"
+                   for one in self.ranks)
 
     def _told(self, one, passes):
         """(operations, spans) of its step; nodes' clocks are 100 s apart."""

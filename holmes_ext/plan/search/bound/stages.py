@@ -222,7 +222,7 @@ class Stages:
         prices, run = self.prices, self.run
         fold, (place,) = prices.fold(self.placement, stage)
         kind = fold.kind_at(low)
-        family = next(group_family for group_family in fold.families(place) if kind in group_family.pipelines)
+        family = next(each for each in fold.families(place) if kind in each.pipelines)
         if family.ranks == 1:
             return PricedReduction(), family
         if run.in_two_levels(stage):
