@@ -76,7 +76,9 @@ def added(candidate: Candidate, cluster: str, plan: str, layers: bool = True) ->
     split = candidate.split
     uneven = layers and candidate.shape.virtual == 1 and split != uniform(sum(split), len(split))
     partition = ["--holmes-partition", ",".join(map(str, split))] if uneven else []
-    return ["--holmes", "--holmes-cluster", cluster, *(["--holmes-plan", plan] if plan else partition)]
+    passes = ["--holmes-passes", "auto"] if candidate.passes else []
+    planned = ["--holmes-plan", plan] if plan else partition
+    return ["--holmes", "--holmes-cluster", cluster, *planned, *passes]
 
 
 def _sizes(candidate: Candidate, model: Model, global_batch: int) -> list[str]:

@@ -80,6 +80,14 @@ def test_sizes_are_read_back():
     )
 
 
+def test_a_plan_of_listed_passes_asks_for_them():
+    """Without the flag the job decides on 1F1B."""
+    one = best("deepspeed", pipeline=(2,))
+    for passes, asked in ((), False), (("F0 B0", "F0 I0 W0"), True):
+        launch = launches(replace(one, passes=passes), MODEL, 16, True, "c.toml", "plan.json")["deepspeed"]
+        assert (("--holmes-passes", "auto") in zip(launch.flags, launch.flags[1:])) == asked
+
+
 def test_what_deepspeed_lacks_is_said():
     one = best(pipeline=(2,), context=(2,), virtual=(3,))
     for name in ("deepspeed", "megatron-deepspeed"):
