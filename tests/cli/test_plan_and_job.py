@@ -72,7 +72,7 @@ def test_they_decide_the_same(name, options, tmp_path, monkeypatch, capsys):
     for site, lines in SITES.items():
         (tmp_path / "c.toml").write_text(clusters.toml(*lines, ethernet="1Gb/s", processes=2))
         monkeypatch.setattr(rank, "part_of", lambda spec, nodes: spec)
-        monkeypatch.setattr(rank, "resolve_site", lambda nodes, spec, fallback: site_from_spec(spec))
+        monkeypatch.setattr(rank, "resolve_site", lambda nodes, spec, *how: site_from_spec(spec))
         job = of_the_job(words[1:], off)
         sizes = job.sizes
         assert sizes is not None and site_from_spec(load_spec("c.toml")).world_size == job.world_size == 8
