@@ -207,8 +207,11 @@ def _ranks(port: int, first: int, count: int, done: Any) -> None:
                                 lambda number, told: boundary.agree(number, told["at"], told))
         done.put((start, time.monotonic(), verdict))
 
-    for rank in range(first, first + count):
-        threading.Thread(target=one, args=(rank,)).start()
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(first, first + count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:  # the queue ends with this function
+        thread.join()
 
 
 def vote(name: str, repetitions: int) -> list[Row]:
