@@ -9,7 +9,7 @@ import pytest
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
 from holmes_ext.report.files import load
-from integration_tests.jobs import CLUSTER, SCRIPTS, LabOf, losses, said, same
+from integration_tests.jobs import CLUSTER, ON_GPUS, SCRIPTS, LabOf, losses, said, same
 from integration_tests.test_adapt_drift import Changes
 
 STEPS, FALLS, RISES = 70, 8, 40
@@ -26,14 +26,15 @@ def two_clusters(tmp_path_factory):
         yield LabOf(file, lab)
 
 
-def test_clusters_go_apart_while_the_network_is_slow(two_clusters, tmp_path):
+@pytest.mark.parametrize("how", ["reducer"] if ON_GPUS else ["reducer", "ddp"])
+def test_clusters_go_apart_while_the_network_is_slow(two_clusters, tmp_path, how):
     lab, log, telemetry = two_clusters.lab, tmp_path / "apart", tmp_path / "telemetry"
 
     def rate(bps):
         for node in lab.nodes:
             lab.set_rate(node.name, "eth0", bps)
 
-    command = str(SCRIPTS / "apart.py"), "reducer", str(STEPS)
+    command = str(SCRIPTS / "apart.py"), how, str(STEPS)
     stock = two_clusters.run(*command, str(tmp_path / "stock"), env={"GLOO_SOCKET_IFNAME": "eth0"})
     assert stock.returncode == 0, stock.outputs
     changes = Changes(log, [(FALLS, lambda: rate(SLOW)), (RISES, lambda: rate(FAST))])
