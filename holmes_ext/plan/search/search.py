@@ -196,7 +196,8 @@ class _Proof:
             self.improved = self.done
         self.best = best
         if self.progress:
-            left = len(self.heap) + len(self.early) + len(self.current)
+            heap = self.heap if self.heap and self.heap[0][0] < self.best * (1 - EQUAL) else []
+            left = len(heap) + len(self.early) + len(self.current)
             self.progress(self.done, left, self.best, 1 - self._bound_s() / self.best)
 
     def _bound_s(self) -> float:

@@ -87,11 +87,13 @@ def reducer_on(gpu, count, dtype=None):
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(count)]
     made = object.__new__(reducer.GradientReducer)
     made.__dict__.update(
-        _parameters=parameters, group=None, ranks=(0,), _divisors=(1.0, 1.0), _gradient=lambda p: p.grad,
+        _parameters=parameters, group=None, ranks=(0,), _predivide=1.0, _average=True,
+        _gradient=lambda p: p.grad,
         _items=[Item.of(str(n), p, dtype) for n, p in enumerate(parameters)], fabric=None,
         _sum=SimpleNamespace(
             all_reduce=lambda flat: gpu.log.append(("reduce", gpu.current)) or Done(), two_level=None,
-            reduction=None, group=None, follow=lambda: False),
+            reduction=None, group=None, count=1, follow=lambda: False, step=lambda: None,
+            note=lambda *given, **named: None),
         _all_owners=None, _to_owners=None, bucket_bytes=32, _deferred=[], _step=0, _expected=[1] * count,
         _seen=[], _side=SideStream(), times=None,
     )  # fmt: skip

@@ -290,8 +290,9 @@ class StepLowerBound(Stages):
         spare, begun = sum(most) - self.layers, []
         for stage in range(self.count):
             fixed, each = self.starts[stage]
-            layers = max(1, most[stage] - spare // self.count)
-            begun.append(self._work(most, stage) + fixed + max(0.0, each) * layers)
+            fewest = max(1, most[stage] - spare // self.count)
+            layers = fewest if each > 0 else most[stage]
+            begun.append(self._work(most, stage) + fixed + each * layers)
         flow = (self.m - 1) * max(self.flow, default=0.0)
         return max(min(begun), self._work(most, self.count) + self.there[-1] + flow)
 
