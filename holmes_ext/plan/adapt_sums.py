@@ -180,7 +180,8 @@ class SumEvaluator:
         """What to change now, in a job whose steps take step_s with `plan`."""
         if summed[0].reduction.apart:
             return self._back(summed, step_s)
-        change, apart = self._next(plan, summed, step_s), self._apart(plan, summed, step_s)
+        learned = measured_networks(plan, *self.known, summed)
+        change, apart = self._next(plan, learned, summed, step_s), self._apart(learned, summed, step_s)
         enough = change is not None and (change.back or not self._too_long(change.then_s, apart))
         return change if enough or apart is None else apart
 
@@ -188,12 +189,11 @@ class SumEvaluator:
         """Whether a step of step_s is as many times that of `apart` as makes clusters go."""
         return apart is not None and step_s >= self.known[1].apart_from * apart.then_s
 
-    def _apart(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
+    def _apart(self, learned: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
         """Where a step takes so many times what clusters by themselves would."""
         one, *others = summed
         if self.rounds is None or others or one.why_not_apart or self.trials.running is not None:
             return None
-        learned = measured_networks(plan, *self.known, summed)
         decided = _by_size(learned, *self.known, summed)[one.size]
         loads = [load for sums in decided.prices.sums(decided.placement, 0) if sums.both is not None
                  for load in sums.both.insides]
@@ -215,8 +215,8 @@ class SumEvaluator:
             return None
         return SumChange((one.reduction,), whole, one.size, step_s, together_s, back=True)
 
-    def _next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
-        learned = measured_networks(plan, *self.known, summed)
+    def _next(self, plan: Plan, learned: Plan, summed: Sequence[Summed],
+              step_s: float) -> SumChange | None:
         figures, now = _figures(learned, summed), tuple(one.reduction for one in summed)
         size = max(one.size for one in summed)
         if (back := self.trials.end(_rest(summed, step_s), step_s)) is not None:

@@ -167,9 +167,13 @@ class _Proof:
                 yield bound, item, True
                 return
             self._push(bound, item)
-        if self.heap and self.heap[0][0] < self.best * (1 - EQUAL):
+        if self._waits():
             bound, _, item = heapq.heappop(self.heap)
             yield bound, item, False
+
+    def _waits(self) -> bool:
+        """Whether something in the heap could beat the best."""
+        return bool(self.heap) and self.heap[0][0] < self.best * (1 - EQUAL)
 
     def _push(self, bound: float, item: Item) -> None:
         heapq.heappush(self.heap, (bound, next(self.number), item))
@@ -196,8 +200,7 @@ class _Proof:
             self.improved = self.done
         self.best = best
         if self.progress:
-            heap = self.heap if self.heap and self.heap[0][0] < self.best * (1 - EQUAL) else []
-            left = len(heap) + len(self.early) + len(self.current)
+            left = len(self.heap) * self._waits() + len(self.early) + len(self.current)
             self.progress(self.done, left, self.best, 1 - self._bound_s() / self.best)
 
     def _bound_s(self) -> float:
