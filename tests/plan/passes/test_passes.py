@@ -32,7 +32,8 @@ from holmes_ext.plan.sizes import Sizes
     (["F0 F1 I0 I1 W1 W0"], "weight-gradient passes"), (["F0 F1 B0"], "input-gradient"),
     (["F0 W0 I0"], "W0 comes before I0"), (["B0 F0"], "B0 comes before F0"), (["F0 X0"], "'X0' is no pass"),
     (["F0 F1 B0 B1", "F0 F1 F2 B0 B1 B2"], "stage 1: its forward passes"),
-    (["F0 B0 F1 B1", "F0 F1 B0 B1"], "waits for ever"),
+    (["F0 B0 F1 B1", "F0 F1 B0 B1"], "waits for ever"), (["F0 g0 F1 B0 g1 B1", "F0 F1 B0 B1"], "receive"),
+    (["F0 F1 B0 g0 B1", "F0 B0 F1 B1"], "receive"),
 ])  # fmt: skip
 def test_what_an_engine_could_not_run_is_refused_in_one_line(texts, told):
     with pytest.raises(HolmesError, match=told) as caught:
@@ -43,6 +44,8 @@ def test_what_an_engine_could_not_run_is_refused_in_one_line(texts, told):
 def test_a_schedule_says_what_it_holds():
     one = PassOrder.parse(["F0 F1 F2 B0 I1 W1 B2", "F0 F1 I0 F2 I1 W0 I2 W1 W2"])
     assert one.in_flight == (3, 3) and one.micro_batches == 3 and PassOrder.parse(one.texts) == one
+    both = PassOrder.parse(["F0 F1 g0 F2 g1 B0 g2 I1 W1 B2", one.texts[1]])
+    assert one.leads == () and both.leads == ((2, 3, 3),) and PassOrder.parse(both.texts) == both
     assert before(one.stages[1], "BI", "F") == (0, 0, 1) and before(one.stages[1], "F", "BI") == (2, 3, 3)
 
 
