@@ -50,11 +50,11 @@ def measure(name: str) -> list[Row]:
 
 def main() -> int:
     given = parser(__doc__.splitlines()[0]).parse_args()
-    every = [*SCENES, schedules_lab.NAME]
+    every = [*SCENES, *schedules_lab.ENGINES_OF]
     names = chosen(given.scenes, every)
     rows = kept(given.json, names)
     for name in names:
-        rows += measure(name) if name in SCENES else schedules_lab.rows()
+        rows += measure(name) if name in SCENES else schedules_lab.rows(name)
         tell(f"{name}: done")
     rows.sort(key=lambda row: every.index(row.scene))
     return finish(rows, given.json, "schedules at the same memory")
