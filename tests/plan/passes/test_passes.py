@@ -119,6 +119,24 @@ def test_the_simulation_prices_it_as_it_is_walked():
         assert step.step_s == pytest.approx(max(one.ends(times))), seed
 
 
+def test_the_simulation_prices_receives_where_the_list_posts_them():
+    """Of two stages with half a second between, each edge's messages in one order: a message leaves when the
+    sender has the word that its receive is posted."""
+    site, waited = site_from_spec(parse_spec(SLOW.replace("40ms", "500ms").replace("[0-1]", "0"))), 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        some = [tuple(rng.uniform(0.2, 2.0) for _ in range(2)) for _ in range(3)]
+        times = Times(*some, (0.5,), 6, (6.0, 6.0))
+        orders, early_s = listed(times, [Rule(rng.randint(1, 6), 2, 0.0) for _ in range(2)])
+        one = PassOrder(tuple(map(tuple, orders))).in_one_order(times)
+        gpt = Model(2, 256, 4, 128, 256, micro_batches=6, tied=False, gpu=Gpu(1e12))
+        run = Execution(LOOP, passes=one.texts, parameter_s=0.0)
+        step = simulate(site, ["a0", "b0"], Sizes(pipeline=2), gpt, run, costs=costs_of(times))
+        assert step.step_s == pytest.approx(max(one.ends(times)), rel=0.01), seed
+        waited += step.step_s > early_s * 1.05
+    assert waited > 3
+
+
 SLOW = 'version = 2\n[ethernet]\nrate = "100Gb/s"\n' + "".join(
     f'[[cluster]]\nname = "{name}"\nkind = "ib"\nrate = "200Gb/s"\nnodes = ["{name}[0-1]"]\n' for name in "ab"
 ) + '[[between]]\nclusters = ["a", "b"]\nrate = "20Gb/s"\nlatency = "40ms"\n'  # fmt: skip
