@@ -125,7 +125,7 @@ def test_the_simulation_prices_receives_where_the_list_posts_them():
     site, waited = site_from_spec(parse_spec(SLOW.replace("40ms", "500ms").replace("[0-1]", "0"))), 0
     for seed in range(40):
         rng = random.Random(seed)
-        some = [tuple(rng.uniform(0.2, 2.0) for _ in range(2)) for _ in range(3)]
+        some = [tuple(rng.uniform(0.5, 0.9) for _ in range(2)) for _ in range(3)]
         times = Times(*some, (0.5,), 6, (6.0, 6.0))
         orders, early_s = listed(times, [Rule(rng.randint(1, 6), 2, 0.0) for _ in range(2)])
         one = PassOrder(tuple(map(tuple, orders))).in_one_order(times)
@@ -133,7 +133,7 @@ def test_the_simulation_prices_receives_where_the_list_posts_them():
         run = Execution(LOOP, passes=one.texts, parameter_s=0.0)
         step = simulate(site, ["a0", "b0"], Sizes(pipeline=2), gpt, run, costs=costs_of(times))
         assert step.step_s == pytest.approx(max(one.ends(times)), rel=0.01), seed
-        waited += step.step_s > early_s * 1.05
+        waited += step.step_s > early_s + 0.1
     assert waited > 3
 
 
