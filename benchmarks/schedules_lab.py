@@ -1,5 +1,6 @@
-"""The cell that the issue asks for, run: 4 stages over 2 clusters 40 ms apart, 16 micro-batches, in the lab: an
-emulated accelerator whose forward passes take 40 ms and backward passes 80, and the head's as the plan has them.
+"""The cell that the issue asks for, run: 4 stages over 2 clusters 40 ms apart, 16 micro-batches, in the lab:
+an emulated accelerator whose forward passes take 40 ms and backward passes 80, and the head what the plan
+says.
 
 Each engine runs the same samples stock, with holmes' 1F1B (of DeepSpeed's engine as many micro-batches in
 flight as hide the edges; torch.distributed.pipelining has no more than 1F1B), and with the passes that

