@@ -10,7 +10,6 @@ import pytest
 
 from integration_tests.gpu import commands
 from integration_tests.jobs import FULL, full, same
-from integration_tests.stacks import torchtitan_job as titan
 
 NODES, TENSOR = ("a0,b0,a1,b1", commands.TENSOR) if FULL else ("a0,b0", ())
 
@@ -65,9 +64,7 @@ def test_pretrain_gpt_of_megatron_deepspeed(lab, tmp_path, zero):
     compare(lab, commands.megatron_deepspeed(tmp_path, checkout, zero, *(TENSOR if zero else ())))
 
 
-@pytest.mark.skipif(not titan.INSTALLED.is_dir(), reason="make stacks")
+@pytest.mark.skipif(not commands.INSTALLED.is_dir(), reason="make stacks")
 @pytest.mark.parametrize("way", ["HSDP", "1F1B"])
 def test_torchtitan_s_train(lab, tmp_path, way):
-    folder = titan.write_job(tmp_path)
-    flags = titan.WAYS[way].replace("shard_degree 2", f"shard_degree {len(NODES.split(','))}")
-    compare(lab, commands.torchtitan(folder, titan.INSTALLED, flags))
+    compare(lab, commands.torchtitan(tmp_path, way, 2 * len(NODES.split(","))))
