@@ -67,8 +67,8 @@ def common_environment(env: Mapping[str, str],
 
 
 def asks_for_holmes(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether a job is to run with holmes."""
-    return "--holmes" in command or env.get("HOLMES") == "1"
+    """Whether a job is to run with holmes; `sh -c "torchrun ... --holmes"` is, too."""
+    return "--holmes" in " ".join(command).split() or env.get("HOLMES") == "1"
 
 
 def rank_environment(nodes: Sequence[LabNode], rank: int, count: int, port: int) -> dict[str, str]:
