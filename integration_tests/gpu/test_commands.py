@@ -10,7 +10,6 @@ import pytest
 
 from integration_tests.gpu import commands
 from integration_tests.jobs import FULL, full, same, some
-from integration_tests.stacks import torchtitan_job as titan
 
 NODES, TENSOR = ("a0,b0,a1,b1", commands.TENSOR) if FULL else ("a0,b0", ())
 
@@ -33,8 +32,7 @@ def megatron_deepspeed(zero):
 
 
 def torchtitan(way):
-    flags = titan.WAYS[way].replace("shard_degree 2", f"shard_degree {len(NODES.split(','))}")
-    return lambda folder: commands.torchtitan(titan.write_job(folder), titan.INSTALLED, flags)
+    return lambda folder: commands.torchtitan(folder, way, 2 * len(NODES.split(",")))
 
 
 DEEPSPEED = ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "pipeline")
@@ -46,7 +44,7 @@ COMMANDS = {
     "Megatron-LM": megatron_lm,
     **{f"Megatron-DeepSpeed, ZeRO {zero}": megatron_deepspeed(zero) for zero in (0, 1)},
     **({f"torchtitan, {way}": torchtitan(way) for way in ("HSDP", "1F1B")}
-       if titan.INSTALLED.is_dir() else {}),  # make stacks
+       if commands.INSTALLED.is_dir() else {}),  # make stacks
 }
 
 
