@@ -81,8 +81,8 @@ def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> 
 
 
 def _for_group(values: Any, group: Any) -> Any:
-    """On a device of the group's backend: use_cpu_initialization makes weights on the CPU, which NCCL does not
-    read."""
+    """On a device of the group's backend: use_cpu_initialization makes weights on the CPU, which NCCL
+    cannot read."""
     import torch
 
     here = values.device.type in {device.type for device in group._device_types}
