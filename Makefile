@@ -29,8 +29,8 @@ GPU_STAMP := .venv-gpu/installed
 ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.py tied.py two_level.py) \
    tests/runtime/groups/test_wire.py integration_tests/nccl/test_gpus.py $(addprefix integration_tests/,\
    $(addprefix deepspeed/test_,two_clusters.py tied.py zero.py narrow.py passes.py partition.py resume.py overlap.py \
-   joined.py) $(addprefix megatron/test_,core.py slices.py joined.py) \
-   $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py torchtitan.py) \
+   joined.py) $(addprefix megatron/test_,core.py slices.py joined.py experts.py) joined/test_examples.py \
+   $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py trainer_joined.py torchtitan.py) \
    $(addprefix commands/test_,telemetry.py doctor.py profile_and_tune.py) $(addprefix faults/test_,faults.py restart.py) \
    test_reduction_lab.py test_unequal_lab.py) \
    $(if $(HOLMES_TEST_FULL),tests/patches/torch/test_ddp.py integration_tests/test_adapt.py integration_tests/test_adapt_sums.py)
