@@ -85,7 +85,7 @@ def build_engine(args, parser: Parser):
                 loss_fn=next_byte_loss,
                 partition_method=args.partition_method,
                 # a layer's initial weights come from the layer's number, whatever its stage; DeepSpeed seeds
-                # before each layer's forward pass, too, for which torch.manual_seed takes milliseconds on CPUs
+                # before each layer's forward pass, too (torch.manual_seed takes milliseconds on CPUs)
                 seed_layers=True,
                 seed_fn=torch.default_generator.manual_seed,
                 base_seed=1000 * args.seed,
