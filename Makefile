@@ -29,8 +29,8 @@ GPU_STAMP := .venv-gpu/installed
 ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.py tied.py two_level.py) \
    tests/runtime/groups/test_wire.py integration_tests/nccl/test_gpus.py $(addprefix integration_tests/,\
    $(addprefix deepspeed/test_,two_clusters.py tied.py zero.py narrow.py passes.py partition.py resume.py overlap.py \
-   joined.py) $(addprefix megatron/test_,core.py slices.py joined.py) \
-   $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py torchtitan.py) \
+   joined.py) $(addprefix megatron/test_,core.py slices.py joined.py experts.py) joined/test_examples.py \
+   $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py trainer_joined.py torchtitan.py) \
    $(addprefix commands/test_,telemetry.py doctor.py profile_and_tune.py) $(addprefix faults/test_,faults.py restart.py) \
    test_reduction_lab.py test_unequal_lab.py) \
    $(if $(HOLMES_TEST_FULL),tests/patches/torch/test_ddp.py integration_tests/test_adapt.py integration_tests/test_adapt_sums.py)
@@ -52,16 +52,16 @@ test: tools .venv
 	done; \
 	for one in $$started; do wait $${one%%:*} || status=1; cat build/$${one#*:}.log; done; exit $$status
 
-# The runtime's tests are in `make test`. Those of operators run on an emulated GPU themselves, so they are a run of their own,
-# beside the others.
+# The runtime's tests are in `make test`. Those of operators run on an emulated GPU themselves, so they are a run of their own;
+# after them, beside the others, what runs on both carriers.
 gpu: gpu-libraries
 	@mkdir -p build; status=0; \
-	$(GPU_BIN)/python -m pytest --timeout=900 integration_tests/gpu/operators $(PYTEST_ARGS) >build/gpu-operators.log 2>&1 & \
-	operators=$$!; \
+	{ code=0; $(GPU_BIN)/python -m pytest --timeout=900 integration_tests/gpu/operators $(PYTEST_ARGS) || code=1; \
+	  HOLMES_TEST_CARRIER=nccl $(GPU_BIN)/python -m pytest --timeout=900 $(ON_BOTH) $(PYTEST_ARGS) || code=1; \
+	  exit $$code; } >build/gpu-both.log 2>&1 & both=$$!; \
 	$(GPU_BIN)/python -m pytest --timeout=900 -rs integration_tests/gpu --ignore integration_tests/gpu/operators $(PYTEST_ARGS) \
 	   || status=1; \
-	HOLMES_TEST_CARRIER=nccl $(GPU_BIN)/python -m pytest --timeout=900 $(ON_BOTH) $(PYTEST_ARGS) || status=1; \
-	wait $$operators || status=1; cat build/gpu-operators.log; exit $$status
+	wait $$both || status=1; cat build/gpu-both.log; exit $$status
 
 # Builds the emulated GPU: some minutes, once for each version of holmes, torch and NCCL.
 gpu-libraries: tools .venv-gpu

@@ -10,31 +10,28 @@ for DeepSpeed's pipeline engine and megatron-core's 1F1B. An activation takes ha
 Ethernet, or next to nothing (1 Gb/s); layers sleep as long as an accelerator would compute. Steps FIRST to
 the last are timed. "stays": --holmes-adapt off.
 
-"ENGINE trace", "ENGINE prediction", "simulated ...": see adapt_trace.py, adapt_prediction.py,
-adapt_simulated.py.
+"ENGINE trace", "ENGINE prediction", "simulated n", "simulated hour n", "vote": see adapt_trace.py,
+adapt_prediction.py, adapt_simulated.py, adapt_hours.py, adapt_vote.py.
 
 "nothing to gain": an edge that takes no time, --holmes-adapt on and off, alternating; "... plain": the same
 of a data-parallel loop with a GradientReducer.
-
-"vote": 1,024 simulated ranks, a thread each in PROCESSES processes, over one TCPStore on this machine: from
-when the last one has measured until the last one knows the verdict.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import sys
 import tempfile
-import threading
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import adapt_hours
 import adapt_prediction
 import adapt_simulated
 import adapt_trace
+import adapt_vote
 from edges import ENGINES, TWO
 from emulated import forward_s
 from harness import Row, Runs, chosen, finish, kept, parser, tell, write
@@ -44,11 +41,10 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
-from holmes_ext.runtime.adapt.vote import Boundary, Vote
 
 #: Steps by which a plan must have learned; that are timed.
 FIRST, STEPS = 8, 18
-SEQUENCE, DRAWN, WORLD, PROCESSES = 128, 12, 1024, 16
+SEQUENCE, DRAWN, HOURS = 128, 12, adapt_hours.PIPELINES + adapt_hours.SUMS
 
 
 @dataclass(frozen=True)
@@ -179,61 +175,8 @@ def predicted(name: str, engine: str, runs: Runs) -> list[Row]:
     return adapt_prediction.rows(name, engine, scene.half_bps, _file, _variant, run, runs)
 
 
-def simulated(name: str, number: int, repetitions: int) -> list[Row]:
-    return adapt_simulated.drawn(name, number) if number else adapt_simulated.hour(name)
-
-
-# --------------------------------------------------------------------------- the vote
-
-
-def _ranks(port: int, first: int, count: int, done: Any) -> None:
-    """Simulated ranks of one process; the others' thread, and what they found, by way of the queue `done`."""
-    import torch.distributed as dist
-
-    def one(rank: int) -> None:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        vote, boundary = Vote(store, "adapt", rank, WORLD, threading.Event(),
-                              60.0), Boundary(lambda number: "")
-        report = {"rank": rank, "passes": [0.1] * 40, "messages": [[0.1, 0.2, 0.3]] * 32}
-
-        def propose(told: list[Any]) -> dict[str, Any]:
-            assert len(told) == WORLD
-            return {"at": 5, "next": 6, "change": [4, 3, 2, 1]}
-
-        store.add("ready", 1)
-        store.wait(["go"])
-        start = time.monotonic()
-        _, verdict = vote.round(0, report, propose,
-                                lambda number, told: boundary.agree(number, told["at"], told))
-        done.put((start, time.monotonic(), verdict))
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(first, first + count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:  # the queue ends with this function
-        thread.join()
-
-
-def vote(name: str, repetitions: int) -> list[Row]:
-    import torch.distributed as dist
-
-    context, seconds = multiprocessing.get_context("spawn"), []
-    for _ in range(repetitions):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        done, each = context.Queue(), WORLD // PROCESSES
-        ranks = [context.Process(target=_ranks, args=(store.port, number * each, each, done))
-                 for number in range(PROCESSES)]
-        for process in ranks:
-            process.start()
-        while store.add("ready", 0) < WORLD:
-            time.sleep(0.05)
-        store.set("go", "")
-        told = [done.get(timeout=300) for _ in range(WORLD)]
-        assert {verdict for _, _, verdict in told} == {"take"}
-        seconds.append(max(end for _, end, _ in told) - max(start for start, _, _ in told))
-        for process in ranks:
-            process.join()
-    return [Row.median(name, f"{WORLD} simulated ranks agree", seconds, "s", False, "<= 1")]
+def simulated(name: str, made: Callable[[str, int], list[Row]], number: int, repetitions: int) -> list[Row]:
+    return made(name, number)
 
 
 MADE = {
@@ -244,9 +187,10 @@ MADE = {
     **{f"{engine} prediction": (predicted, engine) for engine in ENGINES},
     "nothing to gain": (nothing_to_gain, "deepspeed"),
     "nothing to gain plain": (nothing_to_gain, "plain"),
-    "vote": (vote,),
-    **{f"simulated {number}": (simulated, number) for number in range(1, adapt_simulated.DRAWN + 1)},
-    "simulated hour": (simulated, 0),
+    "vote": (adapt_vote.rows,),
+    **{f"simulated {number}": (simulated, adapt_simulated.drawn, number)
+       for number in range(1, adapt_simulated.DRAWN + 1)},
+    **{f"simulated hour {number}": (simulated, adapt_hours.rows, number) for number in range(1, HOURS + 1)},
 }  # fmt: skip
 
 

@@ -1,15 +1,17 @@
-"""The cell that the issue asks for, run: 4 stages over 2 clusters 40 ms apart, 16 micro-batches, DeepSpeed's
-pipeline engine in the lab, an emulated accelerator whose forward passes take 40 ms and backward passes 80.
+"""The cell that the issue asks for, run: 4 stages over 2 clusters 40 ms apart, 16 micro-batches, in the lab:
+an emulated accelerator whose forward passes take 40 ms and backward passes 80, and the head what the plan
+says.
 
-Three runs with the same samples: stock, holmes' 1F1B with as many micro-batches in flight as hide the edges,
-and the passes that `--holmes-passes auto` lists, no stage holding more micro-batches than 1F1B's fullest one.
+Each engine runs the same samples stock, with holmes' 1F1B (of DeepSpeed's engine as many micro-batches in
+flight as hide the edges; torch.distributed.pipelining has no more than 1F1B), and with the passes that
+`--holmes-passes auto` lists, no stage holding more micro-batches than the fullest of 1F1B in flight.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import Row, tell
@@ -41,11 +43,31 @@ between = [{clusters = ["a", "b"], rate = "1Gb/s", latency = "40ms"}]
 """
 STAGES, LAYERS, MICRO_BATCHES, FORWARD_S = 4, 8, 16, 0.04
 STEPS, SKIP, REPETITIONS = 10, 3, 2
-NAME = "40 ms; 16 micro-batches; run in the lab"
 STOCK, IN_FLIGHT, LISTED = "stock", "1F1B in flight", "listed passes"
 
 
-def question() -> SearchResult:
+@dataclass(frozen=True)
+class Engine:
+    """plain: the head's class; flags: of the script of examples/folder, besides the model's and the
+    schedule's."""
+
+    framework: str
+    folder: str
+    plain: str
+    stages: str
+    flags: tuple[str, ...] = ()
+
+
+#: By scene.
+ENGINES_OF = {
+    "40 ms; 16 micro-batches; run in the lab": Engine("deepspeed", "deepspeed_pipeline", "Head", "--stages"),
+    "40 ms; 16 micro-batches; torch pipelining in the lab": Engine(
+        "torch", "torch_pipelining", "Linear", "--pipeline",
+        ("--schedule", "1F1B", "--micro-batch", "1", "--micro-batches", str(MICRO_BATCHES))),
+}  # fmt: skip
+
+
+def question(framework: str) -> SearchResult:
     """Of a model whose stages take FORWARD_S for a forward pass of one sequence."""
     plain = Model(
         layers=LAYERS, hidden=128, heads=4, sequence=16, vocabulary=256, tied=False, activation_width=4,
@@ -53,62 +75,65 @@ def question() -> SearchResult:
     )  # fmt: skip
     block = replace(plain, micro_batch=1).costs()[1]
     model = replace(plain, gpu=Gpu(flops=block.forward_flops * LAYERS / STAGES / FORWARD_S))
-    engine, spec = ENGINES["deepspeed"], parse_spec(SITE)
+    engine, spec = ENGINES[framework], parse_spec(SITE)
     rules = rules_of(engine, Options(passes="auto"), direct=True, overlap=True)
     return SearchResult(Network(site_from_spec(spec), Links.of_spec(spec)), model, MICRO_BATCHES, rules=rules,
                         engine=engine, stock_overlap=engine.overlaps)
 
 
-def plans() -> tuple[SearchResult, dict[str, Candidate]]:
+def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
     """With 1F1B, and with listed passes."""
-    asked = question()
+    asked = question(framework)
     shape = Shape(STAGES, 1, 1, 1, 1, 1, 1, MICRO_BATCHES, "none", 0)
     nodes = [node.name for node in asked.network.site.nodes]
     placement = asked.network.placement(nodes, shape.sizes().complete(asked.network.world))
     one = timed(asked, asked.candidate(shape, placement, (LAYERS // STAGES,) * STAGES))
     listed = in_passes(asked, one)
     assert listed is not None, "listed passes are faster here"
-    return asked, {IN_FLIGHT: one, LISTED: listed}
+    return asked, {IN_FLIGHT if one.in_flight else "1F1B": one, LISTED: listed}
 
 
-def run(folder: Path) -> tuple[dict[str, Candidate], dict[str, Series]]:
-    asked, found = plans()
+def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, Series]]:
+    asked, found = plans(engine.framework)
     spec, model, variants = parse_spec(SITE), asked.model, []
-    cluster = folder / "cluster.toml"
+    cluster, config, own = folder / "cluster.toml", folder / "ds_config.json", engine.flags
     cluster.write_text(SITE)
     for name, one in found.items():
-        plan, config = folder / f"{len(variants)}.json", folder / f"ds_config_{len(variants)}.json"
+        plan = folder / f"{len(variants)}.json"
         plan_of(asked, one, Options(passes="auto")).save(str(plan))
-        launch = launches(one, model, MICRO_BATCHES, True, str(cluster), str(plan))["deepspeed"]
-        config.write_text(json.dumps(launch.config))
-        flags = [str(config) if flag == "ds_config.json" else flag for flag in launch.flags]
-        variants.append(Variant(name, spec, interleave(spec), tuple(flags)))
+        launch = launches(one, model, MICRO_BATCHES, True, str(cluster), str(plan))[engine.framework]
+        if launch.config:
+            config.write_text(json.dumps(launch.config))
+            own = ("--deepspeed_config", str(config))
+        flags = (str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
+        variants.append(Variant(name, spec, interleave(spec), (*engine.flags, *flags)))
     nodes = tuple(node.name for node in asked.network.site.nodes)  # stock's are in the plan's order
-    variants.append(Variant(STOCK, spec, nodes, ("--deepspeed_config", str(config))))
+    variants.append(Variant(STOCK, spec, nodes, own))
     size = ["--layers", model.layers, "--hidden", model.hidden, "--heads", model.heads, "--sequence",
-            model.sequence, "--stages", STAGES]
-    script = [str(examples() / "deepspeed_pipeline" / "train.py"), *map(str, size)]
-    accelerator = {"flops": model.gpu.flops, "classes": ["Block"], "layout": "bsh"}
+            model.sequence, engine.stages, STAGES]
+    script = [str(examples() / engine.folder / "train.py"), *map(str, size)]
+    accelerator = {"flops": model.gpu.flops, "classes": ["Block"], "plain": [engine.plain], "layout": "bsh"}
     return found, compare(variants, script, repetitions=REPETITIONS, steps=STEPS, skip=SKIP,
                           accelerator=accelerator, timeout=600.0,
+                          preload=("torch",) if engine.framework == "torch" else ("torch", "deepspeed"),
                           on_run=lambda name, number: tell(f"{name}, run {number + 1}"))
 
 
-def rows() -> list[Row]:
+def rows(scene: str) -> list[Row]:
     """Measured, emulated."""
     with tempfile.TemporaryDirectory() as directory:
-        plans_of, series = run(Path(directory))
+        plans_of, series = run(ENGINES_OF[scene], Path(directory))
     made = []
     for name, own in series.items():
-        made.append(Row.of(NAME, f"{name}, measured step", own.median, "s", own.spread, True, busy=own.busy))
+        made.append(Row.of(scene, f"{name}, measured step", own.median, "s", own.spread, True, busy=own.busy))
         if name in plans_of:
             error = plans_of[name].step_s / own.median - 1
-            made.append(Row.median(NAME, f"{name}, predicted step", [plans_of[name].step_s], "s", False))
-            made.append(Row.median(NAME, f"{name}, predicted against measured", [error], "fraction", True))
+            made.append(Row.median(scene, f"{name}, predicted step", [plans_of[name].step_s], "s", False))
+            made.append(Row.median(scene, f"{name}, predicted against measured", [error], "fraction", True))
             apart = max_loss_difference(own, series[STOCK])
-            made.append(Row.median(NAME, f"{name}, greatest difference of a loss from stock's", [apart], "",
+            made.append(Row.median(scene, f"{name}, greatest difference of a loss from stock's", [apart], "",
                                    True))
-    ratio = series[IN_FLIGHT].median / series[LISTED].median
-    made.append(Row.median(NAME, "ratio, memory of the fullest", [ratio], "x", True, ">= 1.1",
-                           busy=max(own.busy for own in series.values())))
-    return made
+    now = next(iter(plans_of))
+    what, target = ("ratio, memory of the fullest", ">= 1.1") if now == IN_FLIGHT else (f"ratio to {now}", "")
+    ratio, busy = series[now].median / series[LISTED].median, max(own.busy for own in series.values())
+    return [*made, Row.median(scene, what, [ratio], "x", True, target, busy=busy)]

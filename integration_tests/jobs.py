@@ -9,6 +9,7 @@ import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from carriers import LESS_MEMORY, ON_GPUS, gpus
@@ -23,9 +24,9 @@ SCRIPTS = ROOT / "integration_tests" / "scripts"
 CLUSTER = ROOT / "examples" / "clusters" / "two_clusters_4.toml"
 FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
 #: How frameworks are told which device there is, and not to compile for it.
-_FRAMEWORKS = {"DS_ACCELERATOR": "cuda" if ON_GPUS else "cpu", "DS_BUILD_OPS": "0"}
+FRAMEWORKS = {"DS_ACCELERATOR": "cuda" if ON_GPUS else "cpu", "DS_BUILD_OPS": "0"}
 if ON_GPUS:
-    _FRAMEWORKS |= LESS_MEMORY
+    FRAMEWORKS |= LESS_MEMORY
 #: Of a test or a case that costs more than it adds to each CI run.
 full = pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
 #: Of a test that the short run over NCCL has, too (HOLMES_TEST_CARRIER=nccl); with HOLMES_TEST_FULL=1 it has
@@ -54,7 +55,7 @@ class LabOf:
         argv = list(command) if command[0] == "sh" else [sys.executable, *command]
         preload = () if command[0] == "sh" else preload
         # pytest's variable would give every test an environment, and so a preloaded Python, of its own
-        env = {"PYTEST_CURRENT_TEST": "", **_FRAMEWORKS, **(env or {})}
+        env = {"PYTEST_CURRENT_TEST": "", **FRAMEWORKS, **(env or {})}
         if ON_GPUS:
             more.setdefault("gpus", gpus())
         return way(argv, order=self.order, preload=preload, env=env, **more)
@@ -168,15 +169,15 @@ WAITS = str(ROOT / "integration_tests" / "gpu" / "waits.py")
 
 
 def train_megatron(clusters: LabOf, directory: Path, splits, *flags, model=MEGATRON, returncode: int = 0,
-                   through=(), **env):
+                   through=(), options=MappingProxyType({}), **env):
     """Train each split ({name: "flags"}): results by split, MB that every NIC sent, and what all ranks
-    printed. through: a script that runs the one behind it, and its arguments."""
+    printed. through: a script that runs the one behind it, and its arguments; options: of Lab.start."""
     commands = {name: [*model, *text.split()] for name, text in splits.items()}
     (directory / "splits.json").write_text(json.dumps(commands))
     before, results = clusters.lab.counters(), directory / "results.json"
     path = os.pathsep.join(filter(None, [ON_CPU, os.environ.get("PYTHONPATH", "")]))
     command = (*through, MATRIX, str(directory / "splits.json"), str(results), *flags)
-    result = clusters.run(*command, preload=PRELOAD_MEGATRON, timeout=600,
+    result = clusters.run(*command, preload=PRELOAD_MEGATRON, timeout=600, **options,
                           env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env})
     told = "\n".join(f"{rank}: {text[-3000:]}" for rank, text in result.outputs.items())
     assert result.returncode == returncode, told

@@ -28,53 +28,85 @@ def step_s(passes):
     return 0.01 + max(span.end for of in passes.values() for span, _ in of.values())
 
 
-class LearningJob:
-    """scene: see step_of; it may be changed. lines: what rank 0 said; documents: what it kept; patient: a
-    step lasts until the ranks' threads have nothing to do, as a step of a second does."""
+class SimulatedJob:
+    """One whose ranks learn by real threads and votes. lines: what rank 0 said; documents: what it kept;
+    patient: a step lasts until the ranks' threads have nothing to do, as a step of a second does; gone:
+    seconds that the next step takes longer. Subclasses have step_told()."""
 
-    def __init__(self, scene, micro_batches=MICRO_BATCHES, patient=False, **options):
-        self.patient = patient
-        self.scene, self.slower, self.lines, self.documents, self.ranks = scene, 1 / 1.3, [], [], []
-        where, store = site(ethernet=f"{scene[2]}Mb/s"), dist.HashStore()
-        plan = build_plan(where, Sizes(2), options=Options(**options))
-        self.clock, self.micro_batches = 0.0, micro_batches
-        for rank in range(4):
-            process = Process(rank, 4, 0, 1, "host", 1, "test")
+    def __init__(self, where, sizes, stage_of, patient=False, **options):
+        self.patient, self.clock, self.gone = patient, 0.0, 0.0
+        self.lines, self.documents, self.ranks, store = [], [], [], dist.HashStore()
+        plan, world = build_plan(where, sizes, options=Options(**options)), where.world_size
+        for rank in range(world):
+            process = Process(rank, world, 0, 1, "host", 1, "test")
             current = Session(Options(**options), process, where, plan, rank, store=Client(store))
-            stage, pipeline = rank // 2, (rank % 2, rank % 2 + 2)
-            blocks = dict.fromkeys(range(3 * stage, 3 * stage + 3), 10000.0)
-            told = Stage("test 1", stage, 1, micro_batches, blocks, dict(zip(pipeline, range(2))))
             recorder = SimpleNamespace(rank=rank, kind=lambda op: "pipeline", step=0, spans_on_device=False)
             self.ranks.append(Learning(
-                current, plan.sizes, "sockets", told, recorder, lambda store=store: Client(store),
+                current, plan.sizes, "sockets", stage_of(rank), recorder, lambda store=store: Client(store),
                 self.lines.append, self.documents.append))
 
-    def held(self):
-        """Of each rank."""
-        return [one.current.plan_for(one.sizes).traffic_of("sockets").in_flight for one in self.ranks]
+    def each(self, what):
+        """Of every rank's plan, which are one."""
+        found = [what(one.current.plan_for(one.sizes).traffic_of("sockets")) for one in self.ranks]
+        assert all(one == found[0] for one in found), "two plans at once"
+        return found[0]
 
     def step(self):
         for one in self.ranks:
             one.begin_step()
-        held = set(self.held())
-        assert len(held) == 1, "two plans at once"
-        passes = step_of(self.scene, held.pop(), self.micro_batches, self.slower)
-        length = step_s(passes)
+        length, told = self.step_told()
+        length, self.gone = length + self.gone, 0.0
         for one in self.ranks:
             one.recorder.step += 1
-            one.on_step(0, self.clock, self.clock + length, 0, *self._told(one, passes), None)
+            one.on_step(0, self.clock, self.clock + length, 0, *told(one))
         self.clock += length
-        time.sleep(0.01)
+        if not self.patient:
+            time.sleep(0.01)
+            return
         end, idle = time.monotonic() + PATIENT_S, 0
-        while self.patient and idle < 3 and time.monotonic() < end:
-            idle = idle + 1 if self._idle() else 0
+        while idle < 3 and time.monotonic() < end:
             time.sleep(0.001)
+            idle = idle + 1 if self._idle() else 0
 
     def _idle(self):
         """Whether every rank's thread waits for a step."""
         frames = sys._current_frames()
         return all(one._steps.empty() and frames[one._thread.ident].f_code.co_name == "_measure"
                    for one in self.ranks)
+
+    def until(self, condition, steps=400):
+        for _ in range(steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError((self.lines, self.each(vars)))
+
+    def end(self):
+        for one in self.ranks:
+            one.join()
+
+
+class LearningJob(SimulatedJob):
+    """Of two stages, of two ranks each. scene: see step_of; it may be changed."""
+
+    def __init__(self, scene, micro_batches=MICRO_BATCHES, patient=False, **options):
+        self.scene, self.slower, self.micro_batches = scene, 1 / 1.3, micro_batches
+
+        def stage_of(rank):
+            stage, pipeline = rank // 2, (rank % 2, rank % 2 + 2)
+            blocks = dict.fromkeys(range(3 * stage, 3 * stage + 3), 10000.0)
+            return Stage("test 1", stage, 1, micro_batches, blocks, dict(zip(pipeline, range(2))))
+
+        super().__init__(site(ethernet=f"{scene[2]}Mb/s"), Sizes(2), stage_of, patient, **options)
+
+    def held(self):
+        """Of each stage."""
+        return self.each(lambda traffic: traffic.in_flight)
+
+    def step_told(self):
+        """(seconds of a step, what a rank is told of it)"""
+        passes = step_of(self.scene, self.held(), self.micro_batches, self.slower)
+        return step_s(passes), lambda one: (*self._told(one, passes), None)
 
     def _told(self, one, passes):
         """(operations, spans) of its step; nodes' clocks are 100 s apart."""
@@ -89,14 +121,3 @@ class LearningJob:
                 name="send" if sends else "receive", peer=peer, group=group, number=index, payload=32768,
                 start=zero + start, end=zero + end, waited=0.01 * (waited and not sends)))
         return ops, spans
-
-    def until(self, condition, steps=400):
-        for _ in range(steps):
-            if condition():
-                return
-            self.step()
-        raise AssertionError((self.lines, self.held()[0]))
-
-    def end(self):
-        for one in self.ranks:
-            one.join()

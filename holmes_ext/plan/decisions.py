@@ -174,7 +174,7 @@ class Decisions:
         size = work.activation_bytes
         seconds = tuple(edge.seconds(size) for edge in edges)
         sent = tuple(edge.byte_s * size for edge in edges)
-        pass_order = quickest(loads, seconds, sent, work.micro_batches)
+        pass_order = quickest(loads, seconds, sent, work.micro_batches, self.network_api != SOCKETS)
         return pass_order.texts if pass_order else ()
 
     def in_flight(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import replace
 
-from carriers import gloo_only, gpu_only, gpus
+from carriers import ON_GPUS, gloo_only, gpu_only, gpus
 
 from holmes_ext.cli.main import main
 from holmes_ext.lab.gpu.job import GpuClock
@@ -89,12 +89,16 @@ def test_megatron_core(two_clusters, tmp_path):
     path = tmp_path / "profile.json"
     splits = dict.fromkeys(("measured", "again"), "--pipeline 2 --micro-batches 4 --steps 6")
     flags = (*two_clusters.holmes, "--holmes-sizes", "pipeline=2")
-    done, _, _ = train_megatron(two_clusters, tmp_path, splits, *flags, HOLMES_PROFILE=f"2,{path}")
+    slow = {"gpus": replace(gpus(), clock=GpuClock(flops=2e8, speed={"b": 0.25}))} if ON_GPUS else {}
+    done, _, _ = train_megatron(two_clusters, tmp_path, splits, *flags, options=slow,
+                                HOLMES_PROFILE=f"2,{path}")
     measured, again = ([entry["loss"] for entry in done[name]["entries"]] for name in splits)
     assert measured == again
     profile = load_profile(path)
     assert [stage.blocks for stage in profile.stages] == [(0, 1), (2, 3)]
     assert profile.framework.startswith("megatron-core")
     assert all(min(stage.forward_s + stage.backward_s) > 0 for stage in profile.stages)
+    of = {stage.clusters: sum(stage.forward_s + stage.backward_s) for stage in profile.stages}
+    assert not ON_GPUS or of["b",] > 2 * of["a",]
     assert profile.gradient_bytes[1] == profile.gradient_bytes[4] and min(profile.gradient_bytes) >= 0
     assert min(profile.gradient_bytes[place] for place in (0, 1, -1)) > 0

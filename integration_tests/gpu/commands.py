@@ -27,6 +27,7 @@ from holmes_ext.lab.process.job import RunResult
 from integration_tests.jobs import ROOT, SIZE
 from integration_tests.jobs import losses as losses_of_file
 from integration_tests.megatron_deepspeed.job import Checkout, read_log
+from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, write_job
 
 HERE = ROOT / "integration_tests" / "gpu"
 EXAMPLES = ROOT / "examples"
@@ -177,18 +178,20 @@ def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str) -> 
                    lambda result, log: list(read_log(result).losses.values()), env, inside=copy.folder)
 
 
-def torchtitan(folder: Path, installed: Path, parallel: str) -> Command:
+def torchtitan(folder: Path, way: str, ranks: int) -> Command:
     """From a seed checkpoint, which its own command makes on the CPU; its losses from its TensorBoard files,
-    for it prints five decimals. folder: of write_job()."""
+    for it prints five decimals. folder: an empty one; way: of torchtitan_job.WAYS."""
+    write_job(folder)
+    flags = WAYS[way].replace("shard_degree 2", f"shard_degree {ranks // 2}")
     home, on_cpu = {"HF_HOME": str(folder / "cache")}, str(ROOT / "integration_tests" / "torchtitan_cpu")
     words = ("-m", "torchtitan.train", "--job.config_file", "config.toml", "--checkpoint.enable")
     seed = subprocess.run([sys.executable, *words, "--checkpoint.create_seed_checkpoint"], cwd=folder,
                           text=True, capture_output=True, env={
-                              **os.environ, **home, **_path(on_cpu, installed), "TORCHDYNAMO_DISABLE": "1",
+                              **os.environ, **home, **_path(on_cpu, INSTALLED), "TORCHDYNAMO_DISABLE": "1",
                               "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                               "MASTER_PORT": "29417"})
     assert seed.returncode == 0, seed.stderr[-3000:]
-    env = {**home, **_path(installed), "TORCHDYNAMO_DISABLE": "1"}
+    env = {**home, **_path(INSTALLED), "TORCHDYNAMO_DISABLE": "1"}
     logs = ("--metrics.enable_tensorboard", "--metrics.save_tb_folder", LOG, "--checkpoint.load_only")
 
     def read(result: RunResult, log: Path) -> list[float]:
@@ -201,8 +204,8 @@ def torchtitan(folder: Path, installed: Path, parallel: str) -> Command:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    return Command(f"torchtitan, {parallel}", (*words, *logs, *parallel.split()), folder, (), read, env,
-                   env_on_cpu=_path(on_cpu, installed), inside=folder)
+    return Command(f"torchtitan, {way}", (*words, *logs, *flags.split()), folder, (), read, env,
+                   env_on_cpu=_path(on_cpu, INSTALLED), inside=folder)
 
 
 def compared(folder: Path) -> Iterator[Command]:
@@ -214,9 +217,6 @@ def compared(folder: Path) -> Iterator[Command]:
         if checkout := checkout_of(variable, name):
             (folder / name).mkdir()
             yield make(folder / name, checkout, *more, *TENSOR)
-    if (ROOT / "build" / "torchtitan").is_dir():
-        from integration_tests.stacks.torchtitan_job import HSDP, INSTALLED, write_job
-
-        (folder / "torchtitan").mkdir()
-        yield torchtitan(write_job(folder / "torchtitan"), INSTALLED,
-                         HSDP.replace("shard_degree 2", "shard_degree 4"))
+    for way in ("HSDP", "1F1B") if INSTALLED.is_dir() else ():
+        (folder / way).mkdir()
+        yield torchtitan(folder / way, way, 8)

@@ -11,10 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import carriers
 import pytest
 from joined_jobs import TOKEN, coordinator
 
-from integration_tests.jobs import ROOT, full
+from integration_tests.jobs import FRAMEWORKS, ROOT, full
 
 SIZE = "--layers 2 --hidden 32 --heads 2 --sequence 16 --steps 9".split()
 MEGATRON = [str(ROOT / "examples" / "megatron_core" / "train.py"), *SIZE]
@@ -25,7 +26,8 @@ WHOLE = "min=2,every=4,fragments=1,delay=1,compress=off,timeout=120"
 
 
 def start(name, ranks, command, port, outer, log):
-    env = {**os.environ, "HOLMES_JOIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env = {**os.environ, **carriers.environment(ranks), **FRAMEWORKS, "HOLMES_JOIN_TOKEN": TOKEN,
+           "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     flags = ["--log-file", str(log), "--holmes", "--holmes-preflight", "off", "--holmes-outer", outer,

@@ -4,11 +4,11 @@
         --count 100 --within 150 --results launches.jsonl
 
 DeepSpeed's pipeline example under each: one to three clusters of one to three nodes, unequal ones too, one or
-two GPUs a node; ZeRO 0 or 1, tied layers, micro-batches in flight; a device with one hardware queue, with few
-multiprocessors, with kernels that start late at random, or whose launches are waited for. A line for each
-case, then how many there were; exit status 1 where one hung or learned something else. A case is its seed:
---seed N --count 1 repeats it. --results keeps a JSON line of each; seeds that have one there are not run
-again.
+two GPUs a node; ZeRO 0 or 1, tied layers, overlap, micro-batches in flight; a device with one hardware
+queue, with few multiprocessors, with kernels that start late at random, or whose launches are waited for. A
+line for each case, then how many there were; exit status 1 where one hung or learned something else. A case
+is its seed: --seed N --count 1 repeats it. --results keeps a JSON line of each; seeds that have one there are
+not run again.
 
 Bringing up nodes and importing DeepSpeed took most of a case's time, so cases share a lab, one for each
 choice of three kinds of cluster, and stock trains once for each size and flags: its losses depend on no
@@ -36,7 +36,7 @@ from carriers import gpus
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
 from holmes_ext.lab.gpu.job import GpuClock, Gpus
-from integration_tests.jobs import ONE_AT_A_TIME, TRAIN, LabOf, launch, losses
+from integration_tests.jobs import ONE_AT_A_TIME, PRELOAD, TRAIN, LabOf, losses
 
 MOST_RANKS, MOST_NODES, STEPS = 6, 3, 5
 SIZES = (f"--layers 4 --hidden 32 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4 --steps {STEPS}"
@@ -44,6 +44,9 @@ SIZES = (f"--layers 4 --hidden 32 --heads 4 --sequence 16 --micro-batch 2 --micr
 #: A communicator of one channel starts fewer threads, most of which only spin.
 ONE_CHANNEL = dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_SOCKET_NTHREADS",
                              "NCCL_NSOCKS_PERTHREAD"), "1")
+#: holmes's modules, too: each rank would import them.
+PRELOADED = (*PRELOAD, "holmes_ext.job", *(f"holmes_ext.runtime.reduce.{name}" for name in (
+    "reducer", "two_level_nccl", "tied", "straddling")))
 DEVICES = ("plain", *ONE_AT_A_TIME, "few multiprocessors", "late kernels")
 NAMES = "abc"
 
@@ -65,6 +68,11 @@ class Drawn:
     @property
     def world(self) -> int:
         return sum(self.nodes) * self.processes
+
+    @property
+    def job(self) -> str:
+        """What stock's losses depend on."""
+        return f"{self.world} {' '.join(self.flags)}"
 
     @property
     def lab(self) -> tuple[str, ...]:
@@ -110,11 +118,14 @@ def draw(seed: int) -> Drawn:
              *(["--tied"] if rng.random() < 0.3 else [])]
     holmes = ["--holmes-inflight", rng.choice(("auto", "auto", "1", "3", "off"))] if stages > 1 else []
     kinds, gbps = zip(*of_clusters)
-    return Drawn(seed, tuple(nodes), processes, kinds, gbps, tuple(flags), tuple(holmes), rng.choice(DEVICES))
+    device = rng.choice(DEVICES)
+    # several buckets in this small model
+    holmes += ["--holmes-overlap", rng.choice(("on", "on", "auto", "off")), "--holmes-bucket", "0.002"]
+    return Drawn(seed, tuple(nodes), processes, kinds, gbps, tuple(flags), tuple(holmes), device)
 
 
 class Launches:
-    """Cases in one lab. stock: losses by world size and flags."""
+    """Cases in one lab. stock: losses by Drawn.job."""
 
     def __init__(self, lab: Lab, folder: Path, stock: dict[str, list[float]]):
         self.lab, self.folder, self.stock = lab, folder, stock
@@ -125,7 +136,7 @@ class Launches:
         file.write_text(drawn.site)
         on = LabOf(file, self.lab, load_spec(file))
         on_holmes = (*on.holmes, *drawn.holmes) if flags else ()
-        result = launch(on, TRAIN, *SIZES, "--log", str(log), *drawn.flags, *on_holmes,
+        result = on.run(TRAIN, *SIZES, "--log", str(log), *drawn.flags, *on_holmes, preload=PRELOADED,
                         env={**ONE_CHANNEL, **ONE_AT_A_TIME.get(device, {})}, processes=drawn.processes,
                         gpus=drawn.gpus if flags else two_gpus())
         assert result.returncode == 0, "\n".join(result.outputs.values())[-2000:]
@@ -135,14 +146,13 @@ class Launches:
 
     def difference(self, drawn: Drawn) -> float:
         """Greatest difference of a step's loss to stock's."""
-        key = f"{drawn.world} {' '.join(drawn.flags)}"
-        if key not in self.stock:
-            self.stock[key] = self.train(drawn, device="plain")
+        if drawn.job not in self.stock:
+            self.stock[drawn.job] = self.train(drawn, device="plain")
         for node in self.lab.nodes:
             for nic, rate in zip(node.nics[1:], drawn.gbps[NAMES.index(node.cluster):][:1]):
                 self.lab.set_rate(node.name, nic.name, rate * 10**9)
         ours = self.train(drawn, "--holmes", device=drawn.device)
-        return max(abs(a - b) for a, b in zip(self.stock[key], ours))
+        return max(abs(a - b) for a, b in zip(self.stock[drawn.job], ours))
 
 
 @contextlib.contextmanager
@@ -155,12 +165,13 @@ def lab_of(kinds: Sequence[str], stock: dict[str, list[float]]) -> Iterator[Laun
 
 
 def tried(launches: Launches, drawn: Drawn) -> dict[str, Any]:
-    case: dict[str, Any] = {"seed": drawn.seed, "case": str(drawn), "difference": None, "error": ""}
+    case: dict[str, Any] = {"seed": drawn.seed, "case": str(drawn), "job": drawn.job, "difference": None,
+                            "error": ""}
     try:
         case["difference"] = launches.difference(drawn)
     except AssertionError as error:
         case["error"] = f"{drawn.site}\n{error}"
-    return case
+    return {**case, "stock": launches.stock.get(drawn.job)}
 
 
 def main() -> int:
@@ -177,7 +188,7 @@ def main() -> int:
     cases = {case["seed"]: case for case in map(json.loads, lines)}
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     left = sorted((draw(seed) for seed in seeds if seed not in cases), key=lambda drawn: drawn.lab)
-    stock: dict[str, list[float]] = {}
+    stock = {case["job"]: case["stock"] for case in cases.values() if case["stock"]}
     for kinds, of_lab in groupby(left, lambda drawn: drawn.lab):
         with lab_of(kinds, stock) if time.monotonic() < end else contextlib.nullcontext() as launches:
             for drawn in of_lab:

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import sys
 
 import megatron_cpu_shim  # noqa: F401
@@ -30,12 +31,16 @@ def layer_of(ranks):
 
 
 def main():
-    dist.init_process_group("gloo")
+    on_gpus = torch.version.cuda is not None
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    layer = layer_of(ranks)
-    counts = torch.zeros(ranks, EXPERTS)
+    layer = layer_of(ranks).to(device)
+    counts = torch.zeros(ranks, EXPERTS, device=device)
     router = layer.router.forward
 
     def counted(*args, **more):
@@ -49,7 +54,7 @@ def main():
     kind = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
     losses = []
     for _ in range(STEPS):
-        tokens = kind + 0.2 * torch.randn(TOKENS, 1, HIDDEN, generator=generator)
+        tokens = (kind + 0.2 * torch.randn(TOKENS, 1, HIDDEN, generator=generator)).to(device)
         optimizer.zero_grad()
         output, _ = layer(tokens)
         loss = (output - tokens).square().mean()

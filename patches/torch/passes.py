@@ -1,7 +1,9 @@
 """torch.distributed.pipelining with the passes that the plan lists (--holmes-passes auto).
 
 A schedule of one stage a rank (1F1B, GPipe) hands each training step to torch's runtime for lists of actions,
-_PipelineScheduleRuntime, which adds the sends and receives. Its backward passes of inputs and of weights are
+_PipelineScheduleRuntime, which adds the sends. It would post a receive where the other end sends if edges
+took no time: a message over a slow edge then waits for its receiver, so receives stand where
+runtime/groups/receive_order.py has them. Its backward passes of inputs and of weights are
 not torch's, which keep the whole graph until the weights' turn: linear layers keep what their weights need,
 and no more (runtime/reduce/weight_gradients.py). So parameters' hooks see every gradient, too.
 """
@@ -9,6 +11,7 @@ and no more (runtime/reduce/weight_gradients.py). So parameters' hooks see every
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
@@ -19,6 +22,7 @@ from holmes_ext.plan.passes.schedule import PassOrder
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.groups.receive_order import listed_passes
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 
 #: schedule -> torch's runtime with the plan's passes; None where its own run.
@@ -60,7 +64,7 @@ def _made(current: session.Session, schedule: Any) -> Any:
         return None
     if not (texts := current.plan_for(sizes).traffic_of(network_api).passes):
         return None
-    planned = PassOrder.parse(texts)
+    planned = listed_passes(texts, network_api)
     own = "its stages reduce under their last backward (DistributedDataParallel, fully_shard)"
     if reason := next((text for text, holds in {
         f"{own}; give plain modules": isinstance(stage.submod, (DistributedDataParallel, FSDPModule)),
@@ -86,10 +90,25 @@ def _made(current: session.Session, schedule: Any) -> Any:
         place: [schedules._Action(place, kinds[letter], number) for letter, number in order]
         for place, order in enumerate(planned.stages)
     })  # fmt: skip
+    every = runtime.pipeline_order_with_comms
+    every[runtime.rank] = _with_receives(every[runtime.rank], planned, stage.stage_index)
     if not hasattr(schedules, "REDUCE_GRAD") and planned.stages[stage.stage_index][-1][0] == "W":
         _undivided.add(schedule)
     _stages[stage] = WeightGradients()
     return runtime
+
+
+def _with_receives(actions: list[Any], planned: PassOrder, stage: int) -> list[Any]:
+    """The stage's actions, its receives where the plan posts them."""
+    receives, rest = defaultdict(list), []
+    for action in actions:
+        what, _, kind = action.computation_type.name.partition("_")
+        if what == "RECV":
+            after = planned.posted_after(stage - (kind == "F"), kind, action.microbatch_index)
+            receives[after].append(action)
+        else:
+            rest.append((action, (kind, action.microbatch_index) if what == "SEND" else action))
+    return receives[None] + [one for action, sent in rest for one in (action, *receives[sent])]
 
 
 @by_name

@@ -218,8 +218,8 @@ class Pacer:
         followed = next((tensor for tensor in inputs if tensor.requires_grad), None)
         later = 0.0
         if self._of is not None and followed is not None and sys.modules["torch"].is_grad_enabled():
-            linear = (part for part in module.modules() if isinstance(part, sys.modules["torch"].nn.Linear))
-            later = self.seconds(sum(part.weight.numel() for part in linear), tuple(inputs[0].shape), "plain")
+            weights = sum(one.numel() for one in module.parameters() if one.dim() == 2)
+            later = self.seconds(weights, tuple(inputs[0].shape), "plain")
             self._late[self._of] += later
         backward = _Backward(self, 2 * target - later, whole_at_start=followed is None)
         if followed is not None and sys.modules["torch"].is_grad_enabled():

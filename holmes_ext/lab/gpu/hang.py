@@ -25,7 +25,6 @@ class RankHost:
 
 
 Node = RankHost | WorkPlace
-ORDER = "comes in its stream after"
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class Hang:
         for state in states:
             self._add(RankHost(state.rank), self._of_host(state))
             for (_, _, queue), works in state.streams.items():
-                for before, work in zip((None, *works), works):
-                    self._add(work.place, self._of_work(state, queue, before, work))
+                for work in works:
+                    self._add(work.place, self._of_work(state, queue, works[0], work))
         self.stuck = self._stuck()
 
     def circle(self) -> list[Wait]:
@@ -100,10 +99,9 @@ class Hang:
             if (rank := self._rank_of(host.communicator, host.peer)) is not None:
                 yield Wait(RankHost(state.rank), RankHost(rank), f"waits in {host.call}")
 
-    def _of_work(self, state: RankState, queue: int, before: StreamWork | None,
-                 work: StreamWork) -> Iterable[Wait]:
-        if before is not None:
-            yield Wait(work.place, before.place, ORDER)
+    def _of_work(self, state: RankState, queue: int, head: StreamWork, work: StreamWork) -> Iterable[Wait]:
+        if work is not head:
+            yield Wait(work.place, head.place, "comes in its stream after")
         elif work.started:
             if work.peer is not None:
                 yield from self._of_collective(work)

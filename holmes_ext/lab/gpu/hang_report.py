@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from holmes_ext.lab.gpu.hang import ORDER, Hang, Node, RankHost, Wait
+from holmes_ext.lab.gpu.hang import Hang, Node, RankHost
 from holmes_ext.lab.gpu.state import RankState, StreamWork
 
 _FRAMES = 12  # of a thread's Python stack that are shown
@@ -14,7 +14,7 @@ _FRAMES = 12  # of a thread's Python stack that are shown
 def explain(hang: Hang, nodes: Mapping[int, str], stacks: Mapping[int, str] | None = None) -> list[str]:
     """Lines for a person. nodes: rank -> where it runs; stacks: rank -> what Python's faulthandler wrote."""
     lines = []
-    circle = _shortened(hang.circle())
+    circle = hang.circle()
     if circle:
         lines.append("nothing can move on: each of these waits for the next, and the last for the first:")
         lines += [f"  {describe(hang, wait.node)} {wait.why} {describe(hang, wait.target)}"
@@ -69,17 +69,6 @@ def _frames(text: str) -> Iterator[str]:
         shown += 1
         if line.strip() and shown <= _FRAMES + 1:
             yield line
-
-
-def _shortened(circle: Sequence[Wait]) -> list[Wait]:
-    """Without the work between the two ends of a stream's order."""
-    short: list[Wait] = []
-    for wait in circle:
-        if short and wait.why == short[-1].why == ORDER:
-            short[-1] = Wait(short[-1].node, wait.target, ORDER)
-        else:
-            short.append(wait)
-    return short
 
 
 def _ranks(ranks: Sequence[int]) -> str:

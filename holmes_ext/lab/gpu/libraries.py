@@ -69,13 +69,15 @@ def libraries(command: Sequence[str], environ: Mapping[str, str], nccl_source: s
     source = find_nccl(nccl_source, cache, _advised(torch))
     parts = (recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch),
              recipes.nccl_host(compiler, source, torch.cuda), recipes.nccl(compiler, source, torch.cuda))
+    mark = f"checked-{hashlib.sha256(torch.digest.encode()).hexdigest()[:16]}"
+    checked = cache / parts[3].folder / mark
+    if not checked.exists():
+        check_functions(torch, source)
     build(parts[:1], cache, on_progress)  # soon there for whoever waits for it alone
     built = build(parts, cache, on_progress)
     found = Libraries(torch, source, built["runtime"], built["operators"], built["nccl"])
-    checked = found.nccl / f"checked-{hashlib.sha256(torch.digest.encode()).hexdigest()[:16]}"
     if not checked.exists():
         on_progress(0, 0, "trying NCCL's numbers")
-        check_symbols(found)
         said = [check_numbers(found, network) for network in ("Socket", "IB")]
         checked.write_text("\n".join(said) + "\n")
     return found
@@ -87,21 +89,19 @@ def _advised(torch: TorchBuild) -> str:
     return next((version for version in found if version in TRIED), TRIED[2])
 
 
-def check_symbols(found: Libraries) -> None:
-    """HolmesError where torch calls functions that this NCCL lacks."""
-    needed = set().union(*(_symbols(path, "--undefined-only")
-                           for path in found.torch.folder.glob("lib/libtorch_*.so")))
-    own = _symbols(found.nccl / "libnccl.so.2", "--defined-only")
-    missing = sorted(name for name in needed if re.match(r"nccl[A-Z]", name) and name not in own)
+def check_functions(torch: TorchBuild, source: NcclSource) -> None:
+    """HolmesError where torch calls functions that this NCCL's headers do not name."""
+    needed: set[str] = set()
+    for library in torch.folder.glob("lib/libtorch_*.so"):
+        done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
+        needed |= set(re.findall(r"\bnccl[A-Z]\w*", done.stdout))
+    src = source.folder / "src"
+    headers = [path.read_text() for path in (src / "nccl.h.in", *src.glob("include/nccl_device/**/*.h"))]
+    missing = sorted(needed.difference(re.findall(r"\bnccl[A-Z]\w*", "\n".join(headers))))
     if missing:
         raise HolmesError(
-            f"NCCL {found.source.name} lacks {', '.join(missing[:3])}, which torch {found.torch.version}"
-                          f" calls; take newer source: git clone -b v{_advised(found.torch)}-1 {REPOSITORY}")
-
-
-def _symbols(library: Path, which: str) -> set[str]:
-    done = subprocess.run(["nm", "-D", which, "--format=posix", library], capture_output=True, text=True)
-    return {line.split()[0].split("@")[0] for line in done.stdout.splitlines() if line}
+            f"NCCL {source.name} lacks {', '.join(missing[:3])}, which torch {torch.version} calls; take"
+                          f" newer source: git clone -b v{_advised(torch)}-1 {REPOSITORY}")
 
 
 def check_numbers(found: Libraries, network: str) -> str:

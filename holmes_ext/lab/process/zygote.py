@@ -20,6 +20,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from holmes_ext.errors import HolmesError
@@ -41,7 +42,8 @@ if entry is not None:
 
 
 #: What a module imports at its first use: for seconds in every rank, if not here.
-_FIRST_USE = {"torch": "torch._dynamo", "deepspeed": "deepspeed.runtime.zero.muon.muon_optimizer"}
+_FIRST_USE = {"torch": ("torch._dynamo",),
+              "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend")}
 
 
 def script_of(command: list[str]) -> tuple[str, list[str]] | None:
@@ -77,7 +79,7 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         with namespaces.own_proc():
             for module in modules:
                 importlib.import_module(module)
-            for later in filter(None, map(_FIRST_USE.get, modules)):
+            for later in chain.from_iterable(_FIRST_USE.get(module, ()) for module in modules):
                 with contextlib.suppress(ImportError):  # another version, without it
                     importlib.import_module(later)
             if uses_emulated_gpu():

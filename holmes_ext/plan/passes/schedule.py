@@ -7,12 +7,17 @@
 
 Letters are those of torch.distributed.pipelining. A stage runs the micro-batches of each kind in ascending
 order, so weights' gradients are summed in the order of the engine's own schedule.
+
+    g    posts the receive of a gradient. Where these are listed (NCCL), each edge's messages
+         have one order, by which both ends launch (runtime/groups/receive_order.py)
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from holmes_ext.errors import HolmesError
@@ -20,6 +25,8 @@ from holmes_ext.errors import HolmesError
 #: (letter, micro-batch)
 OnePass = tuple[str, int]
 LETTERS = "FBIW"
+#: (stage, "F", "I" (or B's) or "W", micro-batch) -> seconds.
+Ends = dict[tuple[int, str, int], float]
 _HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
@@ -50,25 +57,38 @@ class Times:
 
 @dataclass(frozen=True)
 class PassOrder:
-    """By stage. HolmesError where an engine could not run it."""
+    """By stage. leads: of each edge, by micro-batch, the activations that go before its gradient; () where
+    receives hold up nothing (gloo). HolmesError where an engine could not run it."""
 
     stages: tuple[tuple[OnePass, ...], ...]
+    leads: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> PassOrder:
         """Of one text a stage, as str() and plan.json have them."""
 
         def step(stage: int, word: str) -> OnePass:
-            if word[:1] not in LETTERS or not word[1:].isdecimal():
+            if word[:1] not in {*LETTERS, "g"} or not word[1:].isdecimal():
                 raise HolmesError(f"passes of stage {stage}: {word!r} is no pass such as F0, B0, I0 or W0")
             return word[0], int(word[1:])
 
-        return cls(tuple(tuple(step(stage, word) for word in text.split())
-                         for stage, text in enumerate(texts)))
+        every = [[step(stage, word) for word in text.split()] for stage, text in enumerate(texts)]
+        leads = tuple(before(order, "F", "g") for order in every[:-1])
+        stages = (tuple(one for one in order if one[0] != "g") for order in every)
+        return cls(tuple(stages), leads if any(leads) else ())
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return tuple(" ".join(f"{letter}{number}" for letter, number in order) for order in self.stages)
+        result = []
+        for stage, order in enumerate(self.stages):
+            leads, words = self.leads[stage] if stage < len(self.leads) else (), list[str]()
+            for letter, number in order:
+                words.append(f"{letter}{number}")
+                if letter == "F":
+                    posted = range(bisect_left(leads, number + 1), bisect_right(leads, number + 1))
+                    words += [f"g{gradient}" for gradient in posted]
+            result.append(" ".join(words))
+        return tuple(result)
 
     @property
     def micro_batches(self) -> int:
@@ -96,6 +116,32 @@ class PassOrder:
                         f"passes of stage {stage}: {letter}{number} comes before {before}{number}")
         for _ in self.in_order():
             pass
+        for edge, leads in enumerate(self.leads):
+            least, most = self._sent[edge + 1], self._sent[edge]
+            if not (len(leads) == len(most) and list(leads) == sorted(leads)
+                    and all(low <= lead <= high for low, lead, high in zip(least, leads, most))):
+                raise HolmesError(f"passes of stage {edge}: a gradient's receive (g) is not between what the "
+                                  f"next stage needs before it sends it and the pass that needs it")
+
+    @cached_property
+    def _sent(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage, by micro-batch: forward passes before its backward."""
+        return tuple(before(order, "F", "BI") for order in self.stages)
+
+    def posted(self, edge: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """By which the two ends post their receives, each a gradient's lead (see leads): the later stage
+        those of activations, the earlier one those of gradients. Without an order of the messages as early
+        as the other end may send."""
+        return (self.leads[edge],) * 2 if self.leads else (self._sent[edge], self._sent[edge + 1])
+
+    def posted_after(self, edge: int, kind: str, number: int) -> OnePass | None:
+        """What the receiver has sent over the edge when it posts the receive of an activation ("F") or a
+        gradient ("B"); None: the step begins."""
+        of_activations, of_gradients = self.posted(edge)
+        if kind == "B":
+            return "F", of_gradients[number] - 1
+        gradients = bisect_right(of_activations, number)
+        return ("B", gradients - 1) if gradients else None
 
     def in_order(self) -> Iterator[tuple[int, OnePass]]:
         """(stage, pass), each after all that it needs. HolmesError where stages wait for ever."""
@@ -126,14 +172,41 @@ class PassOrder:
 
     def ends(self, times: Times) -> list[float]:
         """Seconds at which each stage has ended its last pass; sends take no stage's time."""
-        clock, last = [0.0] * len(self.stages), len(self.stages) - 1
-        ready = dict[tuple[int, str, int], float]()
+        ready = self._ready(times)
+        return [ready[stage, _key(order[-1][0]), order[-1][1]] for stage, order in enumerate(self.stages)]
+
+    def _ready(self, times: Times) -> Ends:
+        """When each pass ends. With an order of the messages one leaves when the word has come that its
+        receive is posted (rendezvous)."""
+        clock, last, ready = [0.0] * len(self.stages), len(self.stages) - 1, Ends()
         for stage, (letter, number) in self.in_order():
-            begin = clock[stage]
-            if letter == "F" and stage:
-                begin = max(begin, ready[stage - 1, "F", number] + times.transfer[stage - 1])
-            elif letter in "BI" and stage < last:
-                begin = max(begin, ready[stage + 1, "I", number] + times.transfer[stage])
-            clock[stage] = begin + times.of(letter, stage)
-            ready[stage, "I" if letter == "B" else letter, number] = clock[stage]
-        return clock
+            begin, other = clock[stage], stage - 1 if letter == "F" else stage + 1
+            if letter != "W" and 0 <= other <= last:
+                edge, kind = min(stage, other), "F" if letter == "F" else "B"
+                left, seconds = ready[other, _key(kind), number], times.transfer[edge]
+                if self.leads and (after := self.posted_after(edge, kind, number)):
+                    left = max(left, ready[stage, _key(after[0]), after[1]] + seconds)
+                begin = max(begin, left + seconds)
+            clock[stage] = ready[stage, _key(letter), number] = begin + times.of(letter, stage)
+        return ready
+
+    def in_one_order(self, times: Times) -> PassOrder:
+        """With an order of each edge's messages: of the middle between the moment when one is sent and the
+        last one when it may leave."""
+        ready, begins, leads = self._ready(times), Ends(), []
+        for stage, order in enumerate(self.stages):
+            for letter, number in order:
+                key = stage, _key(letter), number
+                begins[key] = ready[key] - times.of(letter, stage)
+        for edge, (most, least) in enumerate(zip(self._sent, self._sent[1:])):
+            activations, gradients = ([ready[sender, kind, number] + begins[receiver, kind, number]
+                                       for number in range(self.micro_batches)]
+                                      for sender, receiver, kind in ((edge, edge + 1, "F"),
+                                                                     (edge + 1, edge, "I")))
+            leads.append(tuple(min(max(bisect_left(activations, moment), low), high)
+                               for moment, low, high in zip(gradients, least, most)))
+        return replace(self, leads=tuple(leads))
+
+
+def _key(letter: str) -> str:
+    return "I" if letter == "B" else letter

@@ -24,6 +24,8 @@ from holmes_ext.plan.passes.schedule import OnePass, PassOrder, Times
 
 #: Passes that a search walks through at most: about a second.
 WORK = 200_000
+#: Passes in which each edge's messages get an order: so many times the work.
+ONE_ORDER = 4
 #: Times that a search leaves the best rules found, by three changes of them at random.
 KICKS = 40
 #: A change must save this part of a step.
@@ -41,11 +43,12 @@ class Rule:
 
 @lru_cache(maxsize=64)
 def quickest(
-    loads: tuple[StageLoad, ...], transfer: tuple[float, ...], sent: tuple[float, ...], micro_batches: int
+    loads: tuple[StageLoad, ...], transfer: tuple[float, ...], sent: tuple[float, ...], micro_batches: int,
+    one_order: bool,
 ) -> PassOrder | None:
     """None where 1F1B with hidden edges takes no longer, or nobody told what of a backward could wait.
-    transfer: seconds of an activation over each edge; sent: those in which it carries nothing else. Memory
-    that nobody told holds as many as 1F1B's fullest stage."""
+    transfer: seconds of an activation over each edge; sent: those in which it carries nothing else;
+    one_order: as solved's. Memory that nobody told holds as many as 1F1B's fullest stage."""
     forward, backward = (tuple(getattr(load, name) for load in loads) for name in ("forward_s", "backward_s"))
     weights, most = tuple(load.weights_s for load in loads), tuple(load.most for load in loads)
     if len(loads) < 2 or not all(weights):
@@ -55,13 +58,14 @@ def quickest(
     room = tuple(max(own, max(held) if limit == inf else limit) for own, limit in zip(held, most))
     inputs = tuple(whole - later for whole, later in zip(backward, weights))
     times = Times(forward, inputs, weights, transfer, micro_batches, room)
-    pass_order = solved(times, held)
+    pass_order = solved(times, held, one_order)
     return pass_order if max(pass_order.ends(times)) < now * (1 - WORTH_MORE) else None
 
 
-def solved(times: Times, ahead: Sequence[int]) -> PassOrder:
-    """ahead: micro-batches that 1F1B would have in flight on each stage, to begin with."""
-    each = 3 * times.micro_batches * len(times.forward)
+def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassOrder:
+    """ahead: micro-batches that 1F1B would have in flight on each stage, to begin with; one_order: an edge's
+    messages have one (NCCL), which is found and priced, too."""
+    each = 3 * times.micro_batches * len(times.forward) * (ONE_ORDER if one_order else 1)
     budget = max(1, WORK // each)
 
     def held(stage: int) -> int:
@@ -79,8 +83,13 @@ def solved(times: Times, ahead: Sequence[int]) -> PassOrder:
     def seconds(rules: Sequence[Rule]) -> float:
         key = tuple(rules)
         if key not in tried:
-            tried[key] = listed(times, rules)[1]
+            orders, end_s = listed(times, rules)
+            tried[key] = max(ordered(orders).ends(times)) if one_order else end_s
         return tried[key]
+
+    def ordered(orders: Sequence[Sequence[OnePass]]) -> PassOrder:
+        found = PassOrder(tuple(map(tuple, orders)))
+        return found.in_one_order(times) if one_order else found
 
     def descended(rules: list[Rule]) -> list[Rule]:
         found, changed = seconds(rules), True
@@ -99,7 +108,7 @@ def solved(times: Times, ahead: Sequence[int]) -> PassOrder:
         for _ in range(3):
             other = dice.choice([*_near(other, room)])
         best = min(best, descended(other), key=seconds)
-    return PassOrder(tuple(map(_whole, range(len(ahead)), listed(times, best)[0])))
+    return ordered(list(map(_whole, range(len(ahead)), listed(times, best)[0])))
 
 
 def _near(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:

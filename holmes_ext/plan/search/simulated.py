@@ -124,7 +124,7 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
         return None
     costs = result.costs(candidate)
     loads, edges = costs.loads(candidate.split), costs.edges_s(candidate.split)
-    pass_order = quickest(loads, edges, costs.hidden or edges, shape.micro_batches)
+    pass_order = quickest(loads, edges, costs.hidden or edges, shape.micro_batches, not result.rules.direct)
     if pass_order is None:
         return None
     memory = tuple(map(StageLoad.bytes_of, loads, pass_order.in_flight))

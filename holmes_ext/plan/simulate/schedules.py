@@ -8,25 +8,28 @@ Chunk c of stage s stands at c x stages + s.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from holmes_ext.plan.cost.pipeline import Pass, passes
 from holmes_ext.plan.engine import AWAITED, PAIRED
-from holmes_ext.plan.passes.schedule import OnePass
+from holmes_ext.plan.passes.schedule import PassOrder
 from holmes_ext.plan.simulate.events import Op
 
 Message = tuple[str, int, int]
+_KINDS = {"a": "F", "g": "B"}
 
 
 def schedule(
     sends: str, stage: int, stages: int, micro_batches: int, virtual: int = 1, in_flight: int = 0,
-    breadth_first: bool = False, planned: Sequence[OnePass] = (),
+    breadth_first: bool = False, planned: PassOrder | None = None,
 ) -> Iterator[Op]:
     """sends: of plan/engine.py's SENDS. Receives are posted beforehand where chunks are interleaved,
-    breadth-first, or `in_flight` or `planned` passes are given."""
+    breadth-first, or `in_flight` or `planned` passes are given: at the step's begin, or as these have it."""
     ends = _Ends(stage, stages, stages * virtual - 1)
     if planned:
-        return _posted([(letter, micro_batch, 0) for letter, micro_batch in planned], ends)
+        listed = [(letter, micro_batch, 0) for letter, micro_batch in planned.stages[stage]]
+        return _posted(listed, ends, planned if planned.leads else None)
     order = passes(stage, stages, micro_batches, virtual, in_flight, breadth_first)
     if virtual > 1 or in_flight or breadth_first or sends not in (AWAITED, PAIRED):
         return _posted(order, ends)
@@ -56,12 +59,18 @@ class _Ends:
         return [("g", place - 1, micro_batch)] if place and kind != "W" else []
 
 
-def _posted(order: Sequence[Pass], ends: _Ends) -> Iterator[Op]:
-    yield from (("post", message) for one in order for message in ends.needs(one))
+def _posted(order: Sequence[Pass], ends: _Ends, planned: PassOrder | None = None) -> Iterator[Op]:
+    posts: dict[Message | None, list[Op]] = defaultdict(list)  # by what was sent before them
+    for message in (message for one in order for message in ends.needs(one)):
+        what, place, number = message
+        after = planned.posted_after(place, _KINDS[what], number) if planned else None
+        posts[("g" if what == "a" else "a", place, after[1]) if after else None].append(("post", message))
+    yield from posts[None]
     for one in order:
         yield from (("wait", message) for message in ends.needs(one))
         yield one
-        yield from (("post", message) for message in ends.makes(one))
+        for message in ends.makes(one):
+            yield from (("post", message), *posts[message])
 
 
 def _paired(order: Sequence[Pass], ends: _Ends, ahead: int) -> Iterator[Op]:

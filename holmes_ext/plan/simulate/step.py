@@ -193,10 +193,9 @@ class JobStep:
         sums = {"F": costs.sums["forward_s"][stage], "B": costs.sums["backward_s"][stage]}
         sums["W"] = costs.sums["weights_s"][stage]
         sums["I"] = [whole - later for whole, later in zip(sums["B"], sums["W"])]
-        planned = self.passes.stages[stage] if self.passes else ()
         yield from collectives.before(kind, stage)
         in_flight = run.in_flight[stage] if run.in_flight else 0
-        how = run.virtual, in_flight, run.breadth_first, planned
+        how = run.virtual, in_flight, run.breadth_first, self.passes
         for op in schedule(run.engine.sends, stage, stages, micro_batches, *how):
             if op[0] in ("post", "wait"):
                 yield self._exchange(op, kind, stage)

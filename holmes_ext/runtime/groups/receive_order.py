@@ -27,8 +27,11 @@ computes longer waits less and needs the more of it: (lead - k') - (k - lead) is
 times, in paces.
 
 Where the plan lists the passes of each stage (plan/passes), k and k' are each gradient's own: the activations
-that one end has sent when it needs that gradient, and the other has received when it sends it. Half way
-between is its lead.
+that one end has sent when it needs that gradient, and the other has received when it sends it. Its lead is in
+the list, as the plan's times have it.
+
+With gloo nothing but a message's own wait waits for it: each end posts a receive as early as the other may
+send it, activations up to k, gradients from k' on, and no message waits for its receiver.
 """
 
 from __future__ import annotations
@@ -38,9 +41,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 
+from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import passes
 from holmes_ext.plan.passes.schedule import OnePass, PassOrder, before
 from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.traffic import VERBS
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,8 @@ class Early:
 
 @dataclass(frozen=True)
 class ListedEarly:
-    """Of listed passes. leads: by micro-batch, activations that go before its gradient; sent: by activation,
-    gradients before it at its receiver, () at its sender."""
+    """Of listed passes. leads: by micro-batch, activations that go before its gradient, as this end goes by
+    it; sent: by activation, gradients before it at its receiver, () at its sender."""
 
     leads: tuple[int, ...]
     sent: tuple[int, ...] = ()
@@ -112,10 +117,10 @@ class ListedOrder:
 
     def early(self, own: int, other: int, micro_batches: int) -> ListedEarly:
         """As ReceiveOrder's."""
-        first = min(own, other)
-        above, below = (before(self.order(stage, micro_batches), "F", "BI") for stage in (first, first + 1))
-        leads = tuple((one + two) // 2 for one, two in zip(above, below))
-        return ListedEarly(leads, () if own == first else before(self.order(own, micro_batches), "BI", "F"))
+        of_activations, of_gradients = self.schedule.posted(min(own, other))
+        if own < other:
+            return ListedEarly(of_gradients)
+        return ListedEarly(of_activations, before(self.order(own, micro_batches), "BI", "F"))
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """As ReceiveOrder's."""
@@ -125,10 +130,20 @@ class ListedOrder:
 Flight = ReceiveOrder | ListedOrder
 
 
+def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
+    """A plan's, for groups of `network_api`. HolmesError: as flight_of's."""
+    found = PassOrder.parse(texts)
+    if network_api == VERBS and not found.leads:
+        raise HolmesError("the plan's passes do not say when gradients' receives are posted (g0, g1 ...), "
+                          "which NCCL needs; make the plan again")
+    return found
+
+
 def flight_of(plan: Plan, network_api: str) -> Flight | None:
-    """As the plan has it for groups of `network_api`; None where the engine's own schedule runs."""
+    """As the plan has it for groups of `network_api`; None where the engine's own schedule runs. HolmesError:
+    NCCL's messages have no order."""
     traffic = plan.traffic_of(network_api)
     if traffic.passes:
-        return ListedOrder(PassOrder.parse(traffic.passes))
+        return ListedOrder(listed_passes(traffic.passes, network_api))
     held = traffic.in_flight
     return ReceiveOrder(held, tuple(load.busy_s for load in plan.loads)) if held else None

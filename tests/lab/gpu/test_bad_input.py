@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 
@@ -11,7 +12,7 @@ import pytest
 from holmes_ext.cli.lab_gpu import what_is_missing
 from holmes_ext.cli.main import main
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.gpu import compiler, job, nccl_source, torch_build
+from holmes_ext.lab.gpu import compiler, job, libraries, nccl_source, torch_build
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock, visible
 from holmes_ext.lab.process.job import RunResult
 from holmes_ext.lab.samples import examples
@@ -134,6 +135,21 @@ def test_a_torch_that_will_not_do(tmp_path, monkeypatch, version, cuda, said):
     monkeypatch.delenv(torch_build.UNTRIED, raising=False)
     with pytest.raises(HolmesError, match=said):
         torch_build.find_torch(sys.executable, python_with(tmp_path, version, cuda))
+
+
+def test_a_torch_that_calls_what_this_nccl_lacks(tmp_path):
+    source = nccl_source.NcclSource(nccl_checkout(tmp_path / "nccl"), (2, 27, 7), "")
+    (source.folder / "src" / "nccl.h.in").write_text("ncclResult_t ncclBroadcast(ncclComm_t comm);\n")
+    torch = torch_build.TorchBuild("python", tmp_path / "torch", "2.13.0", (13, 0), "")
+    (torch.folder / "lib").mkdir(parents=True)
+    calls = 'extern "C" void {0}(); void call_{0}() {{ {0}(); }}'
+    for called in ("ncclBroadcast", "ncclCommResume"):
+        subprocess.run([*compiler.find_compiler().command, "-shared", "-fPIC", "-xc++", "-", "-o",
+                        torch.folder / "lib" / f"libtorch_{called}.so"], input=calls.format(called),
+                       text=True, check=True)
+    with pytest.raises(HolmesError, match=r"NCCL 2.27.7 lacks ncclCommResume, which torch 2.13.0 calls; take "
+                                          r"newer source: git clone -b v2.29.7-1"):
+        libraries.check_functions(torch, source)
 
 
 def test_a_command_that_is_none(tmp_path):

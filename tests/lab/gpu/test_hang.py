@@ -114,6 +114,19 @@ def test_streams_that_head_each_other():
     assert len(whys) == 4 and whys.count("comes in its stream after") == 2
 
 
+def test_what_comes_between_in_a_stream_is_not_told():
+    """The wait of another stream enters the circle at an event in the middle of rank 0's stream."""
+    record = {"kind": "event record", "name": "cudaEventRecord", "sequence": 2, "position": 2,
+              "started": False, "sms": 0, "waits_for": {}}
+    of_7 = {"after": {"device": 0, "stream": 7, "sequence": 2}}
+    hang = Hang([rank(0, stream(5, {**record, "kind": "event wait", "waits_for": of_7}),
+                      stream(7, kernel(1, "0xa", 0, peer=1), record, kernel(3, "0xb", 0, started=False)),
+                      hosts=(host((5, 2)),)),
+                 rank(1, stream(8, kernel(1, "0xb", 1, peer=0), kernel(2, "0xa", 1, started=False)))], PAIR)
+    told = [line for line in explain(hang, {}) if "comes in its stream after" in line]
+    assert len(told) == 2 and not any("event record" in line for line in told)
+
+
 def test_one_hardware_queue():
     """A gradient that was posted before the forward pass that its sender needs: the pass stands behind it."""
     posted = kernel(1, "0xa", 0, peer=1)

@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from holmes_ext.options import Options, options_from
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import ddp as ddp_patches
+from holmes_ext.patches.torch import passes as passes_patches
 from holmes_ext.patches.torch import pipelining
 from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.passes.schedule import PassOrder
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
@@ -225,3 +227,24 @@ def test_stages_that_reduce_themselves_keep_their_passes_and_it_is_told():
     found = run_ranks(in_listed_passes, 4, "1F1B", "ddp", timeout_s=120)
     assert all(difference < 1e-6 and not late for difference, _, late in found)
     assert found[0][1].count("keeps its own passes: its stages reduce") == 1
+
+
+@needs_passes
+@pytest.mark.parametrize("texts, posted", [
+    # gloo: as early as the other end may send
+    (("F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"),
+     ("F0 SEND_F0 RECV_B0 F1 SEND_F1 RECV_B1 B0 F2 SEND_F2 RECV_B2 B1 B2",
+      "RECV_F0 RECV_F1 F0 B0 SEND_B0 RECV_F2 F1 B1 SEND_B1 F2 B2 SEND_B2")),
+    # NCCL: in the order of the edge's messages, a0 a1 g0 a2 g1 g2
+    (("F0 F1 g0 B0 F2 g1 g2 B1 B2", "F0 B0 F1 B1 F2 B2"),
+     ("F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 F2 SEND_F2 RECV_B1 RECV_B2 B1 B2",
+      "RECV_F0 RECV_F1 F0 B0 SEND_B0 RECV_F2 F1 B1 SEND_B1 F2 B2 SEND_B2")),
+])  # fmt: skip
+def test_receives_stand_where_the_plan_posts_them(texts, posted):
+    planned = PassOrder.parse(texts)
+    for stage, wanted in enumerate(posted):
+        words = wanted.split()
+        late = sorted(words, key=lambda word: "RECV" in word)  # wherever torch would have them
+        actions = [schedules._Action.from_str(f"{stage}{word}") for word in late]
+        placed = passes_patches._with_receives(actions, planned, stage)
+        assert [str(action) for action in placed] == [f"{stage}{word}" for word in words]

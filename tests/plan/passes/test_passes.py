@@ -32,7 +32,8 @@ from holmes_ext.plan.sizes import Sizes
     (["F0 F1 I0 I1 W1 W0"], "weight-gradient passes"), (["F0 F1 B0"], "input-gradient"),
     (["F0 W0 I0"], "W0 comes before I0"), (["B0 F0"], "B0 comes before F0"), (["F0 X0"], "'X0' is no pass"),
     (["F0 F1 B0 B1", "F0 F1 F2 B0 B1 B2"], "stage 1: its forward passes"),
-    (["F0 B0 F1 B1", "F0 F1 B0 B1"], "waits for ever"),
+    (["F0 B0 F1 B1", "F0 F1 B0 B1"], "waits for ever"), (["F0 g0 F1 B0 g1 B1", "F0 F1 B0 B1"], "receive"),
+    (["F0 F1 B0 g0 B1", "F0 B0 F1 B1"], "receive"),
 ])  # fmt: skip
 def test_what_an_engine_could_not_run_is_refused_in_one_line(texts, told):
     with pytest.raises(HolmesError, match=told) as caught:
@@ -43,6 +44,8 @@ def test_what_an_engine_could_not_run_is_refused_in_one_line(texts, told):
 def test_a_schedule_says_what_it_holds():
     one = PassOrder.parse(["F0 F1 F2 B0 I1 W1 B2", "F0 F1 I0 F2 I1 W0 I2 W1 W2"])
     assert one.in_flight == (3, 3) and one.micro_batches == 3 and PassOrder.parse(one.texts) == one
+    both = PassOrder.parse(["F0 F1 g0 F2 g1 B0 g2 I1 W1 B2", one.texts[1]])
+    assert one.leads == () and both.leads == ((2, 3, 3),) and PassOrder.parse(both.texts) == both
     assert before(one.stages[1], "BI", "F") == (0, 0, 1) and before(one.stages[1], "F", "BI") == (2, 3, 3)
 
 
@@ -114,6 +117,24 @@ def test_the_simulation_prices_it_as_it_is_walked():
         run = Execution(LOOP, passes=texts, parameter_s=0.0)
         step = simulate(site, ["a0"], Sizes(pipeline=stages), gpt, run, costs=costs_of(times))
         assert step.step_s == pytest.approx(max(one.ends(times))), seed
+
+
+def test_the_simulation_prices_receives_where_the_list_posts_them():
+    """Of two stages with half a second between, each edge's messages in one order: a message leaves when the
+    sender has the word that its receive is posted."""
+    site, waited = site_from_spec(parse_spec(SLOW.replace("40ms", "500ms").replace("[0-1]", "0"))), 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        some = [tuple(rng.uniform(0.5, 0.9) for _ in range(2)) for _ in range(3)]
+        times = Times(*some, (0.5,), 6, (6.0, 6.0))
+        orders, early_s = listed(times, [Rule(rng.randint(1, 6), 2, 0.0) for _ in range(2)])
+        one = PassOrder(tuple(map(tuple, orders))).in_one_order(times)
+        gpt = Model(2, 256, 4, 128, 256, micro_batches=6, tied=False, gpu=Gpu(1e12))
+        run = Execution(LOOP, passes=one.texts, parameter_s=0.0)
+        step = simulate(site, ["a0", "b0"], Sizes(pipeline=2), gpt, run, costs=costs_of(times))
+        assert step.step_s == pytest.approx(max(one.ends(times)), rel=0.01), seed
+        waited += step.step_s > early_s + 0.1
+    assert waited
 
 
 SLOW = 'version = 2\n[ethernet]\nrate = "100Gb/s"\n' + "".join(

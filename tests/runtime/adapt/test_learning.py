@@ -27,17 +27,17 @@ def job():
 
 def test_a_job_learns_follows_a_rate_that_drifts_and_flaps_not(job, tmp_path):
     one = job((3, 3), 0.02, 5)
-    one.until(lambda: one.held()[0] != (2, 1))
-    assert one.held()[0] == (3, 1)
+    one.until(lambda: one.held() != (2, 1))
+    assert one.held() == (3, 1)
     one.until(lambda: one.lines)
     assert one.lines[0].startswith("3+1 micro-batches in flight (were 2+1): a step takes ")
     for _ in range(30):
         one.step()
-    assert one.held()[0] == (3, 1) and len(one.lines) == 1
+    assert one.held() == (3, 1) and len(one.lines) == 1
     one.scene = ((3, 3), 0.02, 2.2)
-    one.until(lambda: one.held()[0][0] > 3)
+    one.until(lambda: one.held()[0] > 3)
     plans = [told["plan"] for told in one.documents if "plan" in told]
-    assert [plan["in_flight"][0] for plan in plans][:2] == [3, one.held()[0][0]]
+    assert [plan["in_flight"][0] for plan in plans][:2] == [3, one.held()[0]]
     models = [told for told in one.documents if "model" in told]
     assert models[-1]["edges"] == [0]
     (tmp_path / "model.json").write_text(json.dumps(models[0]["model"]))
@@ -48,7 +48,7 @@ def test_a_free_edge_changes_nothing(job):
     one = job((3, 3), 0.02, 900)
     for _ in range(40):
         one.step()
-    assert one.held()[0] == (2, 1) and not one.lines
+    assert one.held() == (2, 1) and not one.lines
 
 
 def test_a_rank_that_becomes_slow_is_told_with_what_a_restart_would_bring(job):
@@ -112,5 +112,5 @@ def test_tell_changes_nothing(job):
     one.until(lambda: one.lines)
     for _ in range(20):
         one.step()
-    assert one.held()[0] == (2, 1) and len(one.lines) == 1
+    assert one.held() == (2, 1) and len(one.lines) == 1
     assert "with 3+1 micro-batches in flight (were 2+1) a step would take" in one.lines[0]

@@ -26,19 +26,27 @@ FORMS = ((2, 3), (4,))
 
 
 def drawn(seed):
-    """(micro-batches in flight, on no stage more than on the one before; micro-batches of a step)."""
+    """(micro-batches in flight, on no stage more than on the one before, or passes with an order of each
+    edge's messages; micro-batches of a step)."""
     rng = random.Random(seed)
     stages, micro_batches = rng.randint(2, 6), rng.randint(1, 12)
     held = sorted((rng.randint(1, 9) for _ in range(stages)), reverse=True)
-    if seed % 2:  # any passes that a list scheduler makes
-        def some():
-            return tuple(rng.choice((0.1, 1.0, rng.uniform(0.2, 3.0))) for _ in range(stages))
-
-        times = Times(some(), some(), some(), some()[1:], micro_batches, tuple(held))
-        rules = [Rule(rng.randint(1, 9), rng.randint(0, 5), rng.choice((0.0, 1.0))) for _ in range(stages)]
-        return ListedOrder(PassOrder(tuple(map(tuple, listed(times, rules)[0])))), micro_batches
+    if seed % 2:
+        passes, times = drawn_passes(rng, stages, micro_batches, held)
+        return ListedOrder(passes.in_one_order(times)), micro_batches
     busy = [rng.choice((1.0, 1.0, rng.uniform(0.2, 3.0))) for _ in range(stages)]
     return ReceiveOrder(tuple(held), tuple(busy) if rng.random() < 0.7 else ()), micro_batches
+
+
+def drawn_passes(rng, stages, micro_batches, held):
+    """Any that a list scheduler makes, and the times by which it made them."""
+
+    def some():
+        return tuple(rng.choice((0.1, 1.0, rng.uniform(0.2, 3.0))) for _ in range(stages))
+
+    times = Times(some(), some(), some(), some()[1:], micro_batches, tuple(held))
+    rules = [Rule(rng.randint(1, 9), rng.randint(0, 5), rng.choice((0.0, 1.0))) for _ in range(stages)]
+    return PassOrder(tuple(map(tuple, listed(times, rules)[0]))), times
 
 
 def launched(monkeypatch, flight, micro_batches, steps=2):
@@ -146,3 +154,46 @@ def test_a_posted_receive_before_a_wait_is_found():
     del waits[1]
     assert stuck({0: waits, 1: other}, lambda rank, stream: 0) == []
     assert stuck({0: [replace(one, stream="a") for one in waits], 1: other}, lambda rank, stream: 0) == [0, 1]
+
+
+def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
+    """The word that a receive is posted goes with, or before, the message without which the other end does
+    not send; and no more are posted than the other end may have sent by then."""
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        stages, count = rng.randint(2, 6), rng.randint(1, 12)
+        passes, _ = drawn_passes(rng, stages, count, sorted(rng.choices(range(1, 10), k=stages))[::-1])
+        logs = launched(monkeypatch, ListedOrder(passes), count, steps=1)
+        for stage, peer in [pair for first in range(stages - 1) for pair in
+                            ((first, first + 1), (first + 1, first))]:
+            letter = "F" if stage < peer else "B"
+            for number in range(count):
+                left = seen(logs[stage], letter, number)  # what the sender needed of the other one before
+                needed = received(left, stage, peer)
+                posted, early = posts(logs[peer], stage), sent_before(logs[peer], peer, stage, number)
+                assert early <= needed, (seed, stage, peer, number)
+                assert len(posted) == count * len(FORMS)
+
+
+def seen(log, letter, number):
+    return log[: log.index(("pass", letter, number))]
+
+
+def received(log, stage, peer):
+    """Messages of `peer` that had to be there."""
+    numbers = {entry.number for entry in log if isinstance(entry, Wait)}
+    return sum(one.operation == "receive" and one.peer == peer and one.number in numbers for one in log
+               if isinstance(one, Launch))
+
+
+def posts(log, peer):
+    return [place for place, one in enumerate(log)
+            if isinstance(one, Launch) and one.operation == "receive" and one.peer == peer]
+
+
+def sent_before(log, own, peer, number):
+    """Messages that `own` had sent to `peer` when it posted the receive of the last form of micro-batch
+    `number`."""
+    place = posts(log, peer)[(number + 1) * len(FORMS) - 1]
+    return sum(isinstance(one, Launch) and one.operation == "send" and one.peer == peer
+               for one in log[:place])

@@ -1,0 +1,150 @@
+"""The table: a row for each figure of a planner on a scene, their regrets, and what is said of all scenes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from math import inf
+from pathlib import Path
+
+from harness import Row, kept, write
+
+from referee import dtfm, sailor
+from referee.scenes import load_scenes
+
+OURS, TYPED, RANDOM = "holmes plan", "typed", "random"
+PLANNERS = (OURS, TYPED, RANDOM, *sailor.PLANNERS, dtfm.NAME)
+#: Of the clock that counts CPU seconds: a search may take less.
+TICK_S = 0.01
+#: Regret up to which a plan is as good.
+NEAR = 0.03
+#: Metrics of one planner on one scene are "PLANNER: one of these".
+STEP, PREDICTED, SEARCH, MISFITS, MEASURED, LOSSES, GAP = (
+    "step", "predicted by its own model", "seconds of search", "plans before it that do not fit or start",
+    "measured step in the lab", "greatest difference of a loss from stock's", "gap of its certificate")
+REGRET, NONE = "regret to the best plan of all", "no plan"
+LATE = "no plan within"
+#: Planners that search as long as they are given time: what they found in less is asked again.
+ANYTIME = "Metis", dtfm.NAME
+ERROR = "its own prediction against the simulated step"
+LAB_ERROR = "the simulated step of its plans against the lab's"
+
+
+class Table:
+    """Rows of the file and those that are new; notes: what a plan was changed to, or why there is none."""
+
+    def __init__(self, path: Path | None):
+        self.path, self.rows = path, kept(path)
+        self.notes_path = path.with_name(f"{path.stem}_plans.json") if path else None
+        known = self.notes_path is not None and self.notes_path.exists()
+        self.notes: dict[str, dict] = json.loads(self.notes_path.read_text()) if known else {}
+
+    def has(self, scene: str, planner: str, limit: float) -> bool:
+        """Whether it was asked; one without a plan, or one that uses all of its time, with no less time."""
+        note = self.notes.get(scene, {}).get(planner)
+        if note is None or NONE not in note and planner not in ANYTIME:
+            return note is not None
+        return note["limit"] >= limit
+
+    def forget(self, scene: str, planner: str) -> None:
+        self.notes.get(scene, {}).pop(planner, None)
+        self.rows = [row for row in self.rows
+                     if row.scene != scene or not row.metric.startswith(f"{planner}: ")]
+
+    def late(self, scenes: Iterable[str], planner: str, limit: float) -> int:
+        """How many of the scenes it found nothing for in so much time."""
+        own = [self.notes.get(scene, {}).get(planner, {}) for scene in scenes]
+        return sum(note.get(NONE, "").startswith(LATE) and note["limit"] >= limit for note in own)
+
+    def row(self, scene: str, planner: str, metric: str) -> Row | None:
+        asked = scene, f"{planner}: {metric}"
+        return next((row for row in self.rows if (row.scene, row.metric) == asked), None)
+
+    def value(self, scene: str, planner: str, metric: str) -> float | None:
+        row = self.row(scene, planner, metric)
+        return row.value if row else None
+
+    def add(self, scene: str, planner: str, metric: str, values: list[float], unit: str,
+            emulated: bool = False):
+        name = f"{planner}: {metric}"
+        self.rows = [row for row in self.rows if (row.scene, row.metric) != (scene, name)]
+        self.rows.append(Row.median(scene, name, values, unit, emulated))
+
+    def save(self) -> None:
+        write(self.rows, self.path)
+        if self.notes_path:
+            self.notes_path.write_text(json.dumps(self.notes, indent=1) + "\n")
+
+
+def regrets(table: Table, scenes: list[str]) -> None:
+    """Of the simulated steps, and of measured ones where there are some; the best is that of all planners."""
+    for scene in scenes:
+        for metric, told in ((STEP, REGRET), (MEASURED, f"{REGRET}, measured")):
+            steps = {name: table.value(scene, name, metric) for name in table.notes.get(scene, {})}
+            known = {name: step for name, step in steps.items() if step is not None}
+            best = min(known.values(), default=inf)
+            for name, step in known.items():
+                table.add(scene, name, told, [step / best - 1], "fraction", metric == MEASURED)
+
+
+def over_scenes(table: Table, scenes: list[str]) -> list[Row]:
+    """Of each planner the medians over the scenes in which it has a plan; then what `holmes plan` must
+    reach."""
+    found = []
+    for planner in PLANNERS:
+        asked = [scene for scene in scenes if planner in table.notes[scene]]
+        planned = [scene for scene in asked if NONE not in table.notes[scene][planner]]
+        if asked:
+            what = f"{planner}: scenes with a plan that starts and fits, of {len(asked)}"
+            found.append(Row.median("all", what, [len(planned)], "", False))
+        for metric, unit in ((REGRET, "fraction"), (SEARCH, "s")):
+            values = [table.value(scene, planner, metric) for scene in planned]
+            if known := [value for value in values if value is not None]:
+                found.append(Row.median("all", f"{planner}: {metric}", known, unit, False))
+        for told, true, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
+            pairs = [(table.value(scene, planner, told), table.value(scene, planner, true))
+                     for scene in planned]
+            if errors := [said / step - 1 for said, step in pairs if said and step]:
+                row = Row.median("all", f"{planner}: {what}", errors, "fraction", true == MEASURED)
+                found.append(row)
+    return found + targets(table, scenes)
+
+
+def targets(table: Table, scenes: list[str]) -> list[Row]:
+    """What `holmes plan` must reach, once the planners of the field were asked on all scenes."""
+    field, found = {*sailor.PLANNERS, dtfm.NAME}, []
+    if not all(field & {*table.notes.get(scene, {})} for scene in load_scenes()):
+        return found
+    ours, others, regret, ratios, near = [], [], [], [], []
+    for scene in scenes:
+        steps = {name: table.value(scene, name, STEP) for name in table.notes[scene]}
+        for name in steps:
+            if (measured := table.value(scene, name, MEASURED)) is not None:
+                (ours if name == OURS else others).append(abs(steps[name] / measured - 1))
+        if (value := table.value(scene, OURS, REGRET)) is not None:
+            regret.append(value)
+        seconds = {name: max(TICK_S, table.value(scene, name, SEARCH)) for name in field if steps.get(name)}
+        if seconds:
+            spent, best = table.value(scene, OURS, SEARCH), min(filter(None, steps.values()))
+            ratios.append(spent / seconds[min(seconds, key=steps.__getitem__)])
+            if as_good := [seconds[name] for name in seconds if steps[name] <= (1 + NEAR) * best]:
+                near.append(spent / min(as_good))
+    for values, what, limits, emulated in (
+        (regret, f"{OURS}: {REGRET}", ("<= 0", "<= 0.03"), False),
+        (ours, f"{OURS}: error of its prediction against the lab", ("<= 0.03", "<= 0.1"), True),
+        (others, "plans of others: error of our prediction against the lab", ("<= 0.03", "<= 0.1"), True),
+    ):
+        for told, value, limit in (("median", statistics.median, limits[0]), ("worst", max, limits[1])):
+            if values:
+                own = value(values), "fraction", (min(values), max(values)), emulated, limit
+                found.append(Row.of("all", f"{what}, {told}", *own))
+    if ratios:
+        what = f"{OURS}: seconds of search, times those of the best of the field"
+        found.append(Row.median("all", what, ratios, "x", False, "<= 0.2"))
+        where = f"within {NEAR:.0%} of the best plan"
+        what = f"the field: scenes with a plan {where}, of {len(ratios)}"
+        found.append(Row.median("all", what, [len(near)], "", False))
+        what = f"{OURS}: there, seconds of search, times those of the fastest of the field {where}"
+        found.append(Row.median("all", what, near, "x", False))
+    return found
