@@ -175,6 +175,21 @@ def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
                 assert len(posted) == count * len(FORMS)
 
 
+def test_the_mailbox_posts_receives_where_the_list_says(monkeypatch):
+    """posted_after, which torch's pipelining and the simulation go by: of each receive, how much was sent to
+    that end before."""
+    for seed in SEEDS[1:60:2]:
+        flight, count = drawn(seed)
+        for passes in (flight.schedule, replace(flight.schedule, leads=())):
+            for stage, log in launched(monkeypatch, ListedOrder(passes), count, steps=1).items():
+                for peer in {one.peer for one in messages(log) if isinstance(one, Launch)}:
+                    kind = "F" if peer < stage else "B"
+                    for number in range(count):
+                        after = passes.posted_after(min(stage, peer), kind, number)
+                        sent = (after[1] + 1) * len(FORMS) if after else 0
+                        assert sent_before(log, stage, peer, number) == sent, (seed, stage, peer, number)
+
+
 def seen(log, letter, number):
     return log[: log.index(("pass", letter, number))]
 
