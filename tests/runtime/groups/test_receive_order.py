@@ -162,8 +162,10 @@ def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
     for seed in SEEDS:
         rng = random.Random(seed)
         stages, count = rng.randint(2, 6), rng.randint(1, 12)
-        passes, _ = drawn_passes(rng, stages, count, sorted(rng.choices(range(1, 10), k=stages))[::-1])
-        logs = launched(monkeypatch, ListedOrder(passes), count, steps=1)
+        held = sorted(rng.choices(range(1, 10), k=stages))[::-1]
+        listed_order = ListedOrder(drawn_passes(rng, stages, count, held)[0])
+        flight = listed_order if seed % 2 else ReceiveOrder(tuple(held), free=True)
+        logs = launched(monkeypatch, flight, count, steps=1)
         for stage, peer in [pair for first in range(stages - 1) for pair in
                             ((first, first + 1), (first + 1, first))]:
             letter = "F" if stage < peer else "B"
