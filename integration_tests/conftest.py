@@ -10,7 +10,8 @@ from holmes_ext.lab import Lab
 from integration_tests.jobs import CLUSTER, FULL, LabOf
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if ON_GPUS else "cpu")
-ranks.preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # which ZeRO imports later
+# two of them at DeepSpeed's first use
+ranks.preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend")
 
 
 def pytest_configure(config):

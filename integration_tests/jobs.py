@@ -58,7 +58,7 @@ class LabOf:
         env = {"PYTEST_CURRENT_TEST": "", **FRAMEWORKS, **(env or {})}
         if ON_GPUS:
             more.setdefault("gpus", gpus())
-        return way(argv, order=self.order, preload=preload, env=env, **more)
+        return way(argv, **{"order": self.order, "preload": preload, "env": env, **more})
 
     def start(self, *command: str, **more):
         """The job of a command (a script's path and arguments, unless it starts with "sh") on every node."""

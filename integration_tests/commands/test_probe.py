@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.cluster.spec import load_spec
-from integration_tests.jobs import full
+from integration_tests.jobs import ON_GPUS, full
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "two_nodes.toml"
 
@@ -25,7 +25,7 @@ def probe(tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "holmes_ext.cli.main"]
         command += ["lab", "run", "--cluster", str(file), "--quiet", "--preload", "torch", "--timeout", "240",
-                    "--"]
+                    *(["--gpu"] if ON_GPUS else []), "--"]
         command += [sys.executable, "-m", "holmes_ext.cli.main", "probe", "--cluster", str(file), "--largest",
                     "0.0625", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)

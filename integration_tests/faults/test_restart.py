@@ -149,7 +149,7 @@ def test_the_disk_fills_while_a_checkpoint_is_written(two_clusters, undisturbed,
 
 
 def torchrun(two_clusters, save, steps, *flags, **options):
-    """A job of agents that all meet at the first node; `options` as Lab.start's."""
+    """A job of agents that all meet at the first node; `options` as LabOf.start's."""
     meet, keep = options.pop("meet", "$MASTER_ADDR:$MASTER_PORT"), options.pop("keep_alive_s", 20)
     arguments = " ".join([str(save), "{}", *SIZE, "--steps", str(steps), *HOLMES, *flags])
     command = (
@@ -157,8 +157,7 @@ def torchrun(two_clusters, save, steps, *flags, **options):
         f" --rdzv-id {save.name} --rdzv-endpoint {meet} --max-restarts 6 --monitor-interval 0.2"
         f" --rdzv-conf keep_alive_interval={keep} {TRAIN} {arguments}"
     )
-    return two_clusters.lab.start(
-        ["sh", "-c", command], **{"order": two_clusters.order, "timeout": 600, "grace": 60.0, **options})
+    return two_clusters.start("sh", "-c", command, **{"timeout": 600, "grace": 60.0, **options})
 
 
 def when_logged(job, log, count, then):

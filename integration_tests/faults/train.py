@@ -47,7 +47,8 @@ def prepare_engine(mine):
     if "timeout_s" in JOB:
         limit = timedelta(seconds=JOB["timeout_s"])
         deepspeed.init_distributed = functools.partial(deepspeed.init_distributed, timeout=limit)
-        torch.distributed.distributed_c10d.default_pg_timeout = limit
+        of_groups = torch.distributed.distributed_c10d
+        of_groups.default_pg_timeout = of_groups.default_pg_nccl_timeout = limit
     end = lambda: os.kill(  # noqa: E731
         os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[mine["do"]])
     instructions = {"reduce": schedule.ReduceGrads, "send": schedule.SendActivation}

@@ -67,7 +67,7 @@ def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> 
     assert slots is not None
     mine = order[dist.get_rank(layer.ep_group) * each :][:each]
     with torch.no_grad():
-        flat = [torch.cat([p.detach().flatten() for p in slot]) for slot in slots]
+        flat = [_for_group(torch.cat([p.detach().flatten() for p in slot]), layer.ep_group) for slot in slots]
         for source in range(each):
             found = [torch.empty_like(flat[source]) for _ in range(ranks)]
             dist.all_gather(found, flat[source], group=layer.ep_group)
@@ -78,6 +78,15 @@ def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> 
             rows = getattr(layer.router, name, None)
             if rows is not None:
                 rows.data.copy_(rows.data[torch.tensor(order, device=rows.device)])
+
+
+def _for_group(values: Any, group: Any) -> Any:
+    """On a device of the group's backend: use_cpu_initialization makes weights on the CPU, which NCCL
+    cannot read."""
+    import torch
+
+    here = values.device.type in {device.type for device in group._device_types}
+    return values if here else values.to(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _slots(experts: Any, each: int) -> list[list[Any]] | None:

@@ -120,7 +120,8 @@ class Hang:
                                f"needs {work.sms} multiprocessors, of which this holds some:")
 
     def _of_collective(self, work: StreamWork) -> Iterable[Wait]:
-        """A running kernel of NCCL waits for its peer's kernel, or for the peer's host to launch one."""
+        """A running kernel of NCCL waits for its peer's kernel, or for the peer's host to launch one; for
+        neither if only the network can keep it waiting."""
         way = "data from" if work.direction == "recv" else "room at"
         rank = self._rank_of(work.communicator, work.peer)
         if rank is None:
@@ -128,10 +129,20 @@ class Hang:
         of_peer = [other for other in self.states[rank].works() if other.communicator == work.communicator]
         if of_peer:
             first = next((other for other in of_peer if other.started), of_peer[0])
-            yield Wait(work.place, first.place, f"waits for {way} rank {rank}, which is at")
+            if not self._under_way(work, first):
+                yield Wait(work.place, first.place, f"waits for {way} rank {rank}, which is at")
         else:
             yield Wait(work.place, RankHost(rank),
                        f"waits for {way} rank {rank}, which has launched no kernel for it:")
+
+    def _under_way(self, work: StreamWork, of_peer: StreamWork) -> bool:
+        """Whether one kernel sends what the other receives, or all ranks run the same collective."""
+        if of_peer.started and {work.direction, of_peer.direction} == {"send", "recv"}:
+            return of_peer.peer == work.member
+        operation = work.communicator, work.number, work.what
+        return all(rank in self.states and any(
+            other.started and (other.communicator, other.number, other.what) == operation
+            for other in self.states[rank].works()) for rank in self.ranks[work.communicator])
 
     def _rank_of(self, communicator: str, peer: int | None) -> int | None:
         """The rank of the job; None where it has not answered, so may do anything."""

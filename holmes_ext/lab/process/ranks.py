@@ -67,8 +67,11 @@ def common_environment(env: Mapping[str, str],
 
 
 def asks_for_holmes(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether a job is to run with holmes."""
-    return "--holmes" in command or env.get("HOLMES") == "1"
+    """Whether a job is to run with holmes: by its flag, also in `sh -c "torchrun ... --holmes"`, by its
+    variable, or by a command or module of holmes."""
+    words = " ".join(command).split()
+    named = {"--holmes", "holmes", "holmes_ext", "holmes_ext.cli.main"}.intersection(words)
+    return bool(named) or env.get("HOLMES") == "1" or any(word.endswith("/bin/holmes") for word in words)
 
 
 def rank_environment(nodes: Sequence[LabNode], rank: int, count: int, port: int) -> dict[str, str]:

@@ -145,6 +145,33 @@ def test_full_multiprocessors():
     assert any("multiprocessors" in wait.why for wait in hang.circle())
 
 
+def test_what_only_the_network_holds_up_is_no_circle():
+    """All ranks run the collective, so what each of them waits for is under way; where one of three has not
+    launched it, or another one, they wait for it."""
+    ring = {"0xa": (0, 1, 2)}
+
+    def states(third):
+        return [rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),)),
+                rank(1, stream(7, kernel(1, "0xa", 1, peer=2)), hosts=(host((7, 1)),)),
+                rank(2, stream(7, third), hosts=(host((7, 1)),))]
+
+    third = kernel(1, "0xa", 2, peer=0)
+    assert Hang(states(third), ring).circle() == []
+    assert len(Hang(states({**third, "what": "AllReduce of 5"}), ring).circle()) == 3
+    assert len(Hang(states(kernel(1, "0xb", 2, peer=0)), {**ring, "0xb": (0, 1, 2)}).circle()) > 1
+
+
+def test_a_message_under_way_is_no_circle():
+    def kernels(*directions):
+        sent = [{**kernel(1, "0xa", number), "what": f"{direction} {1 - number}",
+                 "waits_for": {"peer": 1 - number, "direction": direction, "channel": 0}}
+                for number, direction in enumerate(directions)]
+        return [rank(number, stream(7, one)) for number, one in enumerate(sent)]
+
+    assert Hang(kernels("send", "recv"), PAIR).circle() == []
+    assert len(Hang(kernels("send", "send"), PAIR).circle()) == 2
+
+
 def test_a_connection_that_is_not_made():
     connecting = host(call="NCCL, to connect to", communicator="0xa", peer=1)
     hang = Hang([rank(0, hosts=(connecting,)),
