@@ -111,7 +111,7 @@ class SummingJob(SimulatedJob):
         def told(one: Any) -> tuple[Any, ...]:
             done = DoneReduction(reduction, self.hour.bytes, two, reduction.overlap, follows=True)
             one.current.reductions[ranks] = done
-            ops = [Op(Group(transport=Transport(name), **whole),  # type: ignore[arg-type]
+            ops = [Op(Group(transport=Transport(name), **whole),
                       seconds + gone * (name == ETHERNET)) for name, seconds in step.busy.items()]
             seconds, exposed = max(op.end for op in ops), step.exposed_s + gone
             return ops, (), {"bytes": self.hour.bytes, "seconds": seconds, "exposed": exposed}
@@ -202,7 +202,7 @@ class SumsHour:
         order = [node.name for node in where.nodes]
         step = simulate(where, order, Sizes(), self.model, run, costs=costs)
         busy: dict[str, float] = {}
-        for (_, name, _), carried in step.carried.items():  # type: ignore[misc]
+        for (_, name, _), carried in step.carried.items():
             rate = where.fabric_by_name[name].rate_bps
             busy[name] = max(busy.get(name, 0.0), 8 * carried / rate)
         exposed = max(sum(span.end - span.start for span in line.spans if span.kind == "reduce")

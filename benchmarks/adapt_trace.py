@@ -35,7 +35,7 @@ class Part:
 TRACE = (Part(30, 4.0), Part(30, 1.0), Part(30, 0.5), Part(4, 0.5, link=False), Part(30, 4.0),
          Part(15, 0.25), Part(20, 1.0, speed=0.5), Part(20, 1.0), Part(30, 2.0))
 #: More micro-batches in flight than 1F1B has.
-FIXED = ("off", "0", "2", "4")
+FIXED = ("off", "0", "4")
 
 
 def rows(name: str, script: Sequence[str], accelerator: dict[str, Any], half_bps: float,

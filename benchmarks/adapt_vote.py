@@ -1,12 +1,15 @@
 """1,024 simulated ranks agree on a change: adapt.py's "vote".
 
-A thread of each rank, in PROCESSES processes, over one TCPStore on this machine. Two stages of 512; rank 0
-decides as in a job. Timed is from when the last rank has measured until the last one knows the verdict.
+A thread of each rank, in PROCESSES processes on one node of the lab, over one TCPStore. Two stages of 512;
+rank 0 decides as in a job. Timed is from when the last rank has measured until the last one knows the
+verdict. (In the lab: every client of a TCPStore asks DNS for the name of its own address, which took this
+machine up to 5 s; a thousand of them, minutes.)
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import json
+import os
 import sys
 import threading
 import time
@@ -15,6 +18,8 @@ from typing import Any
 
 from harness import Row
 
+from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.lab import Lab
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
@@ -28,8 +33,15 @@ from clusters import site  # noqa: E402
 from learning_job import LearningJob  # noqa: E402
 
 WORLD, NODE, PROCESSES = 1024, 8, 4
-#: Of the store. A client asks for the name of its own address: 127.0.0.1, mapped to IPv6, takes DNS a second.
-HOST = "localhost"
+NODE_TOML = """version = 2
+[ethernet]
+rate = "10Gb/s"
+[[cluster]]
+name = "a"
+kind = "ib"
+rate = "10Gb/s"
+nodes = ["a0"]
+"""
 #: Of ranks and rank 0.
 PATIENCE_S = 60.0
 #: Steps that rank 0 has begun when it decides.
@@ -66,48 +78,53 @@ def _deciding() -> Deciding:
     return Deciding(current, plan.sizes, "sockets", lambda line: None, lambda document: None)
 
 
-def _ranks(port: int, ranks: range, stages: list[dict[str, Any]], done: Any) -> None:
-    """Those of one process; what they found, by way of the queue `done`."""
+def main() -> None:
+    """The ranks of one process: when the last of them had measured, when it knew the verdict, the
+    verdicts."""
     import torch.distributed as dist
 
-    deciding = _deciding()
+    process, where = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    own = dist.TCPStore(*where, is_master=process == 0, wait_for_workers=False)
+    deciding, stages, told = _deciding(), json.loads(sys.argv[1]), list[tuple[float, float, str]]()
 
     def one(rank: int) -> None:
-        store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
         vote = Vote(store, "adapt", rank, WORLD, threading.Event(), PATIENCE_S)
-        boundary, told = Boundary(lambda number: ""), report(stages, rank)
-        store.add("ready", 1)
+        boundary, figures = Boundary(lambda number: ""), report(stages, rank)
+        if store.add("ready", 1) == WORLD:
+            store.set("go", "")
         store.wait(["go"])
         start = time.monotonic()
         _, verdict = vote.round(
-            0, told, lambda reports: deciding.propose(STEP, reports),
+            0, figures, lambda reports: deciding.propose(STEP, reports),
             lambda number, proposal: boundary.agree(number, proposal["at"], change_of(proposal)))
-        done.put((start, time.monotonic(), verdict))
+        told.append((start, time.monotonic(), verdict))
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
+    each = WORLD // PROCESSES
+    threads = [threading.Thread(target=one, args=(process * each + number,)) for number in range(each)]
     for thread in threads:
         thread.start()
-    for thread in threads:  # the queue ends with this function
+    for thread in threads:
         thread.join()
+    starts, ends, verdicts = zip(*told)
+    print(json.dumps([max(starts), max(ends), sorted(set(verdicts))]), flush=True)
+    own.add("over", 1)
+    while process == 0 and own.add("over", 0) < PROCESSES:  # the store ends with it
+        time.sleep(0.05)
 
 
 def rows(name: str, repetitions: int) -> list[Row]:
-    import torch.distributed as dist
-
-    context, seconds, stages = multiprocessing.get_context("spawn"), [], measured()
-    for _ in range(repetitions):
-        store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        done, each = context.Queue(), WORLD // PROCESSES
-        parts = [range(first, first + each) for first in range(0, WORLD, each)]
-        processes = [context.Process(target=_ranks, args=(store.port, part, stages, done)) for part in parts]
-        for process in processes:
-            process.start()
-        while store.add("ready", 0) < WORLD:
-            time.sleep(0.05)
-        store.set("go", "")
-        told = [done.get(timeout=300) for _ in range(WORLD)]
-        assert {verdict for _, _, verdict in told} == {TAKE}
-        seconds.append(max(end for _, end, _ in told) - max(start for start, _, _ in told))
-        for process in processes:
-            process.join()
+    seconds, command = [], [sys.executable, __file__, json.dumps(measured())]
+    with Lab(parse_spec(NODE_TOML)) as lab:
+        for _ in range(repetitions):
+            result = lab.run(command, processes=PROCESSES, preload=("torch",), timeout=120)
+            assert result.returncode == 0, result.outputs
+            told = [json.loads(lines[-1][1]) for _, lines in sorted(result.lines.items())]
+            starts, ends, verdicts = zip(*told)
+            assert all(one == [TAKE] for one in verdicts), verdicts
+            seconds.append(max(ends) - max(starts))
     return [Row.median(name, f"{WORLD} simulated ranks agree", seconds, "s", False, "<= 1")]
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,7 @@ sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests",
 from integration_tests.gpu import commands  # noqa: E402
 from integration_tests.megatron_deepspeed.job import read_log  # noqa: E402
 
-SLOWER = 4
+SLOWER = 5
 FLOPS = 2.3e9 / SLOWER
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCHES, STAGES = 6, 288, 16, 4, 2
 SKIP = 3
@@ -195,7 +195,7 @@ def scene(name: str, repetitions: int, steps: int) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=1)
-    arguments.add_argument("--steps", type=int, default=6, help=f"of a run, of which {SKIP} warm up")
+    arguments.add_argument("--steps", type=int, default=11, help=f"of a run, of which {SKIP} warm up")
     given = arguments.parse_args()
     names = chosen(given.scenes, ENGINES)
     rows = kept(given.json, names)

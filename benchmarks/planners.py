@@ -108,13 +108,18 @@ def ask(table: Table, scene: Scene, planner: str, args) -> None:
     try:
         found, seconds, misfits, gap = plans_of(scene, planner, args)
     except HolmesError as error:
+        table.forget(scene.name, planner)
         notes[planner] = {NONE: str(error), "limit": args.limit}
         tell(f"{scene.name}: {planner}: no plan: {error}")
         return table.save()
+    before = notes.get(planner, {})
     grid, verdict = sorted(found, key=lambda one: one[1].step_s)[len(found) // 2]
-    notes[planner] = {"plan": str(grid), "nodes": grid.nodes, "changed": grid.changed, "sizes": [
-        grid.sizes.pipeline, grid.sizes.tensor, grid.sizes.data], "split": grid.split,
+    note = {"plan": str(grid), "nodes": list(grid.nodes), "changed": list(grid.changed), "sizes": [
+        grid.sizes.pipeline, grid.sizes.tensor, grid.sizes.data], "split": list(grid.split),
         "micro_batch": grid.micro_batch, "limit": args.limit}
+    if {**before, **note} != before:  # the lab ran another
+        table.forget(scene.name, planner)
+    notes[planner] = {**notes.get(planner, {}), **note}
     table.add(scene.name, planner, STEP, [own.step_s for _, own in found], "s")
     table.add(scene.name, planner, SEARCH, [seconds], "s")
     table.add(scene.name, planner, MISFITS, [misfits], "")
@@ -202,9 +207,7 @@ def main() -> int:
         if args.judge:
             judge_again(table, scenes[name])
         for planner in planners:
-            if args.again:
-                table.forget(name, planner)
-            if not table.has(name, planner, args.limit):
+            if args.again or not table.has(name, planner, args.limit):
                 ask(table, scenes[name], planner, args)
     lab_scenes = [scenes[name] for name in names if args.lab and scenes[name].run == LAB]
     for scene, named in in_turns(table, lab_scenes):

@@ -223,7 +223,7 @@ def public() -> str:
             words = sorted(word for one in parser._actions
                            for word in one.option_strings if word.startswith("--"))
             lines.append(f"- `{parser.prog}`: {', '.join(f'`{word}`' for word in words if word != '--help')}")
-    versions = {"plan.json": plan.VERSION, "telemetry's rank*.jsonl": telemetry_file.VERSION}
+    versions = {"plan.json": plan.VERSIONS, "telemetry's rank*.jsonl": telemetry_file.VERSION}
     lines += ["\n## Files, and the versions that are read\n",
               f"- cluster.toml: {_numbers(VERSIONS)}; its keys:"
               f" {', '.join(f'`{key.table}{key.name}`' for key in KEYS)}"]

@@ -131,9 +131,6 @@ class Table:
         A field is a text, a number, a truth value, a dataclass, a tuple or dict of these, or `... | None`. A
         HolmesError of `cls` itself is raised with the table's place in front.
         """
-        for was, name in _former_names(cls):  # type: ignore[arg-type]
-            if was in self.values:
-                self.values = {name if key == was else key: value for key, value in self.values.items()}
         values = dict(given)
         every: tuple[tuple[str, Any, bool], ...] = _fields_of(cls)  # type: ignore[arg-type]
         self.read.update(name for name, _, _ in every if name not in given)
@@ -179,12 +176,6 @@ def _fields_of(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
     kinds = get_type_hints(cls)
     return tuple((f.name, kinds[f.name], f.default is MISSING and f.default_factory is MISSING)
                  for f in fields(cls))
-
-
-@cache
-def _former_names(cls: Any) -> tuple[tuple[str, str], ...]:
-    """(key of older files, field that has its value) of fields with the metadata `was`."""
-    return tuple((f.metadata["was"], f.name) for f in fields(cls) if "was" in f.metadata)
 
 
 def load_toml(path: str | Path, advice: str) -> Table:

@@ -225,6 +225,12 @@ def test_what_the_file_has_is_not_run_again(planners, scenes, tmp_path, monkeypa
     planners.regrets(again, ["2+2"])
     assert again.value("2+2", "typed", planners.REGRET) == 0.0
     assert again.value("2+2", "SAILOR", planners.STEP) is None
+    again.add("2+2", "typed", planners.MEASURED, [3.0], "s")
+    planners.ask(again, scenes["2+2"], "typed", args)  # the same plan: what the lab measured stays
+    assert again.value("2+2", "typed", planners.MEASURED) == 3.0
+    again.notes["2+2"]["typed"]["split"] = [1]
+    planners.ask(again, scenes["2+2"], "typed", args)
+    assert again.value("2+2", "typed", planners.MEASURED) is None
     again.forget("2+2", "typed")
     assert not again.has("2+2", "typed", 20.0) and again.has("2+2", "SAILOR", 20.0)
     assert again.value("2+2", "typed", planners.STEP) is None

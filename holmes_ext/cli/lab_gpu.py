@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from holmes_ext.cli.show.gpu_build import BuildProgress
@@ -129,12 +131,12 @@ def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, 
 def run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[str], end_s: float = END_S,
                 **options: Any) -> GpuRun:
     """Ends the job once it is sure that it hangs, or after `end_s` of a standstill."""
-    before = lab.counters()
+    before, killed = lab.counters(), killed_for_memory()
     job = lab.start(command, **options)
     assert job.watch is not None
     run = wait_watched(job, Watcher(job.watch, end_s=end_s), labels, tell)
     result = replace(run.result, returncode=HUNG, first_failed=None) if run.hang else run.result
-    if not run.hang and (missing := what_is_missing(result)):
+    if not run.hang and (missing := what_is_missing(result, killed_for_memory() > killed)):
         tell([f"rank {result.first_failed} ended because of the emulation: {missing}"])
         result = replace(result, returncode=NOT_EMULATED)
     by_name = {node.name: node for node in lab.nodes}
@@ -144,9 +146,18 @@ def run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[st
                   tuple(missing_waits(job.watch)))
 
 
-def what_is_missing(result: RunResult) -> str:
+def killed_for_memory() -> int:
+    """Processes that the kernel has ended since this machine started, as it had no memory left."""
+    return int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
+
+
+def what_is_missing(result: RunResult, killed: bool = False) -> str:
     """What the rank that failed first was refused last: an operator, kernel or CUDA call that is not
-    emulated, or memory; "" where it was nothing of that."""
+    emulated, or memory; "" where it was nothing of that. killed: the kernel has ended some process for
+    want of memory meanwhile."""
+    if killed and result.returncode == 128 + signal.SIGKILL:
+        return ("this machine had no memory left; run fewer ranks, or give NCCL small buffers: "
+                "--env NCCL_BUFFSIZE=262144 --env NCCL_MAX_P2P_NCHANNELS=4")
     said = result.outputs[result.first_failed] if result.first_failed is not None else ""
     return next((found[1].strip() for line in reversed(said.splitlines())
                  if (found := _MISSING.search(line))), "")

@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
         add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
     add("--order", metavar="O", help="axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
     add("--output", metavar="FILE", help="write plan.json: of the sizes given, or the best plan found")
-    add("--json", action="store_true", help="print plan.json instead of the table")
+    add("--json", action="store_true", help="print the plan as JSON instead of the table")
     add = parser.add_argument_group(
         "what the model computes and sends (nominal values unless given)").add_argument
     add("--workload", metavar="FILE", help="TOML with such keys (forward_seconds = 0.03, ...)")

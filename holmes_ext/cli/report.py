@@ -81,12 +81,9 @@ def run(args: argparse.Namespace) -> int:
     screen.line(_headline(summary))
     if summary.joined is not None:
         screen.line(_joined(summary.joined))
-    tables = ((PLANS, _plan_cells(summary)), (GROUPS, _cells(summary)), (PAIRS, _pair_cells(summary)),
-              (RANKS, _rank_cells(summary)))
-    for columns, rows in tables:
-        if rows:
-            screen.line()
-            screen.table(columns, rows)
+    for _, columns, rows in _tables(summary):
+        screen.line()
+        screen.table(columns, rows)
     screen.line("\n" + _verdict(summary))
     for option, name in (("trace", args.trace), ("picture", args.html), ("model", model)):
         if name:
@@ -107,6 +104,16 @@ def _joined(row: JoinedRow) -> str:
     drift = "" if row.drift is None else f"; drift {row.drift:.2f} of the sum"
     return (f"joined: {row.rounds} rounds, {row.counted} of them counted; {row.sent / 1e6:.3f} MB sent in a "
             f"round, {row.seconds:.3f} s under way, {row.exposed_s:.4f} s exposed (medians){drift}")
+
+
+def _tables(summary: Summary) -> list[tuple[str, tuple[Column, ...], list[list[str]]]]:
+    """(title, columns, rows) of those that have rows."""
+    every = (
+        ("Plans", PLANS, _plan_cells(summary)),
+        ("Groups: means of a step on a rank that has them", GROUPS, _cells(summary)),
+        ("Between clusters", PAIRS, _pair_cells(summary)), ("Ranks", RANKS, _rank_cells(summary)),
+    )  # fmt: skip
+    return [named for named in every if named[2]]
 
 
 def _cells(summary: Summary) -> list[list[str]]:
@@ -145,16 +152,16 @@ def _plan_cells(summary: Summary) -> list[list[str]]:
 
 def _write_model(job: Run, path: str) -> str:
     """The last model that the job measured, as a profile; what it says."""
-    one = next((rank for rank in job.ranks if rank.model is not None), None)
-    if one is None:
+    file = next((rank for rank in job.ranks if rank.model is not None), None)
+    if file is None:
         raise HolmesError(
             f"holmes report --write-model {path}: the job has measured none; it takes some steps of a"
             " pipeline of DeepSpeed or megatron-core with --holmes-adapt on (the default) or "
             "tell")
-    save(path, json.dumps(one.model, indent=1) + "\n", "the model")
+    save(path, json.dumps(file.model, indent=1) + "\n", "the model")
     profile = load_profile(path)
     count = len(profile.stages) - 1
-    nominal = sorted(set(range(count)) - set(one.edges))
+    nominal = sorted(set(range(count)) - set(file.edges))
     edges = (f"; nobody waited for the edges after stages {some_of(nominal)}: theirs are the plan's"
              if nominal else "")
     return f"{path}: stages and edges as measured{edges}; `holmes plan --profile {path}` takes it"
@@ -162,10 +169,9 @@ def _write_model(job: Run, path: str) -> str:
 
 def _rank_cells(summary: Summary) -> list[list[str]]:
     """The ranks with the most work of their own first."""
-    ordered = sorted(summary.ranks, key=lambda one: (-one.own_s, one.rank))[:LISTED]
-    return [[str(one.rank), one.node, one.cluster,
-             *(f"{s:.4f}" for s in (one.step_s, one.exposed_s, one.own_s))]
-            for one in ordered]
+    ordered = sorted(summary.ranks, key=lambda row: (-row.own_s, row.rank))[:LISTED]
+    return [[str(row.rank), row.node, row.cluster,
+             *(f"{s:.4f}" for s in (row.step_s, row.exposed_s, row.own_s))] for row in ordered]
 
 
 def _verdict(summary: Summary) -> str:
@@ -195,16 +201,10 @@ def _document(job: Run, summary: Summary, step: int) -> str:
     return page(
         "holmes report", heading(_headline(summary), 1),
         paragraphs([*(f"note: {note}" for note in job.notes), *unlike, *joined, _verdict(summary)]),
-        heading("Groups: means of a step on a rank that has them"),
-        table([column.name for column in GROUPS], _cells(summary)),
-        *([heading("Between clusters"), table([column.name for column in PAIRS], _pair_cells(summary))]
-          if summary.pairs else []),
-        *([heading("Plans"), table([column.name for column in PLANS], _plan_cells(summary))] if summary.plans
-          else []),
-        heading("Ranks"), table([column.name for column in RANKS], _rank_cells(summary)),
+        *(heading(title) + table([column.name for column in columns], rows)
+          for title, columns, rows in _tables(summary)),
         heading("Steps over time"),
         picture(pictures.svg(over_time_figure(job, summary.plans)), "steps over time, and plans"),
         heading("One step"), picture(pictures.svg(figure), "timeline of one step"),
-        *([heading("Rounds with other jobs"), picture(pictures.svg(rounds_figure(job)), "rounds with other "
-                                                                                        "jobs")]
-          if summary.joined else []))
+        *([heading("Rounds with other jobs"),
+           picture(pictures.svg(rounds_figure(job)), "rounds with other jobs")] if summary.joined else []))

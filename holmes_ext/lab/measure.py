@@ -1,6 +1,5 @@
 """Achieved against configured bandwidth of every kind of link, by plain TCP between two nodes
-(lab/network/stream.py); between clusters also the round trip, and what several pairs of nodes get at once
-(lab/network/crossing_stream.py).
+(lab/network/stream.py); between clusters also the round trip, and what several pairs of nodes get at once.
 
 On a fast link the acknowledgement's way back is much of the time of a message of 64 KiB: rows count (and must
 be within 10 %) from 128 KiB on. Both processes run under SCHED_RR where permitted: a busy machine is not what
@@ -29,8 +28,7 @@ COUNTS_FROM = 128 << 10
 TOLERANCE = 0.10
 MOST_PAIRS = 4
 LONGEST_S = 1.0  # messages between clusters that take longer tell nothing new
-_STREAM, _CROSSING = (str(Path(__file__).with_name("network") / name)
-                      for name in ("stream.py", "crossing_stream.py"))
+_STREAM = str(Path(__file__).with_name("network") / "stream.py")
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,14 @@ def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[Cro
             raise HolmesError(f"{spec.source}: one node has no link to measure; name at least two")
         links = [row for link, pair in pairs.items() for row in _measure_link(lab, link, *pair)]
         crossings = itertools.combinations(range(len(spec.clusters)), 2) if spec.wan else []
-        return links, [row for one, two in crossings for row in measure_crossing(lab, one, two)]
+        return links, [row for first, second in crossings for row in measure_crossing(lab, first, second)]
 
 
-def measure_crossing(lab: Lab, one: int, two: int) -> list[CrossingRow]:
-    """Clusters number `one` and `two`: round trip, messages, and up to MOST_PAIRS pairs of nodes at once."""
-    spec, sides = lab.spec, [[node for node in lab.nodes if node.site == number] for number in (one, two)]
-    names = spec.clusters[one].name, spec.clusters[two].name
+def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
+    """Of two clusters by number: round trip, messages, and up to MOST_PAIRS pairs of nodes at once."""
+    spec = lab.spec
+    sides = [[node for node in lab.nodes if node.site == number] for number in (first, second)]
+    names = spec.clusters[first].name, spec.clusters[second].name
     wan = spec.wan.scaled(lab.scale)
     link, nic = crossing.link_of(wan, *names), sides[0][0].nics[0].rate_bps
     shared = [rate for rate in (link.rate_bps, *(wan.uplink_of.get(name, 0) for name in names)) if rate]
@@ -90,8 +89,8 @@ def measure_crossing(lab: Lab, one: int, two: int) -> list[CrossingRow]:
         rows.append(CrossingRow(names, what, configured, achieved,
                                 abs(achieved / configured - 1) <= TOLERANCE))
 
-    for size, achieved in zip(sizes, single["sizes"]):
-        rate(f"{size >> 10} KiB", alone, achieved)
+    for size, seconds in zip(sizes, single["seconds"]):
+        rate(f"{size >> 10} KiB", alone, size * 8 / max(seconds - single["round_trip"], 1e-9))
     rate("1 pair", alone, single["flood"])
     if (count := min(MOST_PAIRS, *map(len, sides))) > 1:
         together = sum(each["flood"] for each in flood(lab, sides, count, sizes))
@@ -103,26 +102,31 @@ def flood(lab: Lab, sides: Sequence[Sequence[LabNode]], count: int,
           sizes: Sequence[int]) -> list[dict[str, Any]]:
     """What each of `count` senders found."""
     near, far = (list(side[:count]) for side in sides)
-    command = [sys.executable, "-I", "-S", _CROSSING, ",".join(node.address for node in far),
-               *map(str, sizes)]
-    result = lab.run(command, order=[node.name for node in near + far], processes=1, timeout=600)
-    if result.returncode != 0:
-        said = " ".join(result.outputs[result.first_failed or 0].split())
-        raise HolmesError(f"lab: measuring {near[0].cluster} to {far[0].cluster} failed: {said}")
-    return [json.loads(result.stdout[rank]) for rank in range(count)]
+    link = f"{near[0].cluster} to {far[0].cluster}"
+    return _streams(lab, link, "flood", near, far, [node.address for node in far], sizes)
 
 
-def _measure_link(lab: Lab, link: str, one: LabNode, two: LabNode) -> list[LinkRow]:
-    near, far = (next(nic for nic in node.nics if nic.fabric == link) for node in (one, two))
-    command = [sys.executable, "-I", "-S", _STREAM, far.address, *map(str, SIZES)]
-    result = lab.run(command, order=[one.name, two.name], processes=1, timeout=600)
+def _streams(
+    lab: Lab, link: str, what: str, near: Sequence[LabNode], far: Sequence[LabNode],
+    addresses: Sequence[str], sizes: Sequence[int],
+) -> list[dict[str, Any]]:
+    """What stream.py prints on the nodes `near`; addresses: of those that are `far`."""
+    command = [sys.executable, "-I", "-S", _STREAM, what, ",".join(addresses), *map(str, sizes)]
+    result = lab.run(command, order=[node.name for node in (*near, *far)], processes=1, timeout=600)
     if result.returncode != 0:
-        said = " ".join(result.outputs[result.first_failed or 0].split())
-        raise HolmesError(f"lab: measuring {link} failed: {said}")
-    names, interfaces = (one.name, two.name), (near.name, far.name)
+        output = " ".join(result.outputs[result.first_failed or 0].split())
+        raise HolmesError(f"lab: measuring {link} failed: {output}")
+    return [json.loads(result.stdout[rank]) for rank in range(len(near))]
+
+
+def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[LinkRow]:
+    near, far = (next(nic for nic in node.nics if nic.fabric == link) for node in (first, second))
+    (measured,) = _streams(lab, link, "messages", [first], [second], [far.address], SIZES)
+    names, interfaces = (first.name, second.name), (near.name, far.name)
     configured = min(near.rate_bps, far.rate_bps)
     rows = []
-    for size, achieved in zip(SIZES, json.loads(result.stdout[0])):
+    for size, seconds in zip(SIZES, measured["seconds"]):
+        achieved = size * 8 / seconds
         ratio, counts = achieved / configured, size >= COUNTS_FROM
         within = abs(ratio - 1) <= TOLERANCE
         rows.append(LinkRow(link, names, interfaces, size, configured, achieved, ratio, within, counts))
@@ -133,11 +137,12 @@ def _pairs(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
     """fabric -> the two nodes to measure; on Ethernet the first two of different clusters, or of one cluster
     where each has an Ethernet of its own, if there are such."""
     pairs: dict[str, tuple[LabNode, LabNode]] = {}
-    for one, two in itertools.combinations(nodes, 2):
-        for fabric in {nic.fabric for nic in one.nics[1:]} & {nic.fabric for nic in two.nics[1:]}:
-            pairs.setdefault(fabric, (one, two))
-    own = nodes[0].site is not None
-    best = [pair for pair in itertools.combinations(nodes, 2) if (pair[0].cluster == pair[1].cluster) == own]
-    if best or len(nodes) > 1 and not own:
+    for first, second in itertools.combinations(nodes, 2):
+        for fabric in {nic.fabric for nic in first.nics[1:]} & {nic.fabric for nic in second.nics[1:]}:
+            pairs.setdefault(fabric, (first, second))
+    apart = nodes[0].site is not None
+    best = [pair for pair in itertools.combinations(nodes, 2)
+            if (pair[0].cluster == pair[1].cluster) == apart]
+    if best or len(nodes) > 1 and not apart:
         pairs["ethernet"] = best[0] if best else (nodes[0], nodes[1])
     return pairs

@@ -1,7 +1,9 @@
 """The Plan: what goes where, and how. One JSON file that every rank follows.
 
 Rank r of the job runs on nodes[r // processes], so the framework's own layout lands on the planned placement.
-`fabrics` and `traffic` are what a running job looks up; the rest says why, and what to expect.
+`fabrics` and `traffic` are what a running job looks up; the rest says why, and what to expect. plan.json
+has no traffic: a job derives it from the rest, its ports and its options (derive_traffic() of
+plan/decide.py).
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.sizes import KINDS, Sizes, groups
 from holmes_ext.plan.traffic import NETWORK_APIS, VERBS, PlannedFabric, Traffic
 
-VERSION = 3
+VERSION = 4
 #: That are read.
-VERSIONS = (1, 2, VERSION)
+VERSIONS = (1, 2, 3, VERSION)
 #: `basis` of a plan whose model nobody told.
 NOMINAL = "nominal"
 ADVICE = "`holmes plan` writes one"
@@ -43,18 +45,18 @@ class Straddle:
 
 @dataclass(frozen=True)
 class Plan:
-    """Node order, networks, reductions and stages of one job on one site. (A plan of version 1 has no
-    fabrics, one of version 2 no traffic: derive_traffic() of plan/decide.py adds it.)"""
+    """Node order, networks, reductions and stages of one job on one site."""
 
     site_digest: str
     nodes: tuple[str, ...]
     processes: int
     sizes: Sizes | None = None
-    #: In the order of preference.
+    #: In the order of preference; () in a file of version 1.
     fabrics: tuple[PlannedFabric, ...] = ()
     #: Nodes of each, and the network between them.
     clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)
     wan: Wan = Wan()
+    #: () until derive_traffic().
     traffic: tuple[Traffic, ...] = ()
     #: The decisions were made with it; basis: NOMINAL, or where the model came from.
     workload: Workload = Workload()
@@ -167,28 +169,36 @@ class Plan:
                 **{name: value for name, value in asdict(self).items() if name != "source"}}
 
     def to_json(self) -> str:
-        return json.dumps({**self._content(), "digest": self.digest}, indent=1) + "\n"
+        """All of it, for other ranks and for people."""
+        return _text(self._content())
 
     def save(self, path: str | Path) -> None:
         """Write plan.json whole or not at all; HolmesError when the place cannot be written."""
-        save(path, self.to_json(), "the plan")
+        content = self._content()
+        del content["traffic"]
+        save(path, _text(content), "the plan")
 
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+
+
 def load_plan(path: str | Path) -> Plan:
-    """Read and validate plan.json; HolmesError names file and key, and tells an edited file."""
-    return _plan(load_json(path, ADVICE))
+    """Read and validate plan.json, without traffic; HolmesError names file and key, and tells an edited
+    file."""
+    return _plan(load_json(path, ADVICE), traffic=False)
 
 
 def parse_plan(text: str, source: str) -> Plan:
-    """`text` of a plan.json as a Plan; see load_plan."""
-    return _plan(parse_json(text, source, ADVICE))
+    """What Plan.to_json() made; see load_plan."""
+    return _plan(parse_json(text, source, ADVICE), traffic=True)
 
 
-def _plan(top: Table) -> Plan:
+def _plan(top: Table, traffic: bool) -> Plan:
     version = top.take("version", int)
     if version not in VERSIONS:
         known = ", ".join(map(str, VERSIONS[:-1]))
@@ -197,9 +207,9 @@ def _plan(top: Table) -> Plan:
     digest, given = top.take("digest", str), {}
     if version == 1:
         top.table("transports")
-    elif version == 2:
+    elif version < VERSION or not traffic:
         top.tables("traffic")
-        given["traffic"] = ()  # it follows from the rest: derive_traffic()
+        given["traffic"] = ()
     plan = top.into(Plan, source=top.source, **given)
     if digest != _digest({key: value for key, value in top.values.items() if key != "digest"}):
         way_out = "the file was edited or cut; make it again with `holmes plan`"

@@ -9,7 +9,7 @@ What carries a group's tensors decides which ports it can use: NCCL needs HCAs (
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.plan.cost.across import CrossClusterAlgorithm
@@ -60,7 +60,7 @@ class Edge:
     fabrics: tuple[str, ...]
     #: Where the pair gets a group of its own: "world" in frameworks that send over the group of all ranks,
     #: "pipeline" in those that send over the pipeline group, "pipeline+world" in both, "" in none.
-    pair_groups: tuple[str, ...] = field(metadata={"was": "own"})
+    pair_groups: tuple[str, ...]
     #: Tensor ranks that share out what each of them has to send.
     slices: int = 1
     #: What activations and gradients are rounded to on their way: "off", "bf16", "int8".
@@ -71,7 +71,7 @@ class Edge:
 class Traffic:
     """The decisions for groups that one of `network_apis` carries."""
 
-    network_apis: tuple[str, ...] = field(metadata={"was": "carriers"})
+    network_apis: tuple[str, ...]
     #: Kind of group -> the fabric of every group, in the order of first ranks; one entry where they share
     #: one.
     transports: dict[str, tuple[str, ...]]

@@ -29,13 +29,14 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> 
     way = {pair: site.wan.hops(*pair) for pair in combinations(names, 2)}
     rates = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in way.items()}
     fastest = max((rate for rate in rates.values() if rate < inf), default=1.0)
-    for number, ((one, two), hops) in enumerate(way.items()):
-        width = 5 * min(1.0, rates[one, two] / fastest) + 0.3
-        axis.plot(*zip(place[one], place[two]), color="#999999", lw=width, zorder=1, solid_capstyle="round")
+    for number, (pair, hops) in enumerate(way.items()):
+        ends = [place[name] for name in pair]
+        width = 5 * min(1.0, rates[pair] / fastest) + 0.3
+        axis.plot(*zip(*ends), color="#999999", lw=width, zorder=1, solid_capstyle="round")
         if hops:
             at = 0.38 + 0.24 * (number % 2)  # those that cross in the middle do not hide each other
-            spot = [a + at * (b - a) for a, b in zip(place[one], place[two])]
-            rate = format_rate(rates[one, two], 3) if rates[one, two] < inf else "no limit"
+            spot = [a + at * (b - a) for a, b in zip(*ends)]
+            rate = format_rate(rates[pair], 3) if rates[pair] < inf else "no limit"
             text = f"{rate}\n{format_seconds(sum(hop.latency_s for hop in hops))}"
             axis.text(*spot, text, ha="center", va="center", fontsize=size,
                       bbox={"boxstyle": "round", "fc": paper, "ec": "none", "pad": 0.1, "alpha": 0.8})

@@ -12,6 +12,10 @@ from holmes_ext.units import union_s
 
 #: Kind, fabric, "inside" or "across" clusters.
 Key = tuple[str, str, str]
+#: Rank, start, end, bytes.
+Member = tuple[int, float, float, float]
+#: What sends, the place whose spans may overlap, (start, end), bytes.
+Send = tuple[Any, Any, tuple[float, float], float]
 
 
 #: Part of its rate below which a network is slow: gloo's rings reach more.
@@ -121,7 +125,7 @@ class Summary:
     @property
     def slowest(self) -> RankRow:
         """The rank whose own work takes longest: for it the others wait."""
-        return max(self.ranks, key=lambda one: (one.own_s, -one.rank))
+        return max(self.ranks, key=lambda rank: (rank.own_s, -rank.rank))
 
     @property
     def slow_link(self) -> GroupRow | None:
@@ -161,26 +165,26 @@ def _plans(run: Run) -> tuple[PlanRow, ...]:
         return ()
     first = {"step": run.steps[0] - 1, "in_flight": changes[0]["before"], "then_s": None}
     rows, ends = [first, *changes], [change["step"] for change in changes]
-    found = []
+    plans = []
     for row, end in zip(rows, [*ends, run.steps[-1] + 1]):
         steps = [step for step in run.steps if row["step"] < step < end]
         seconds = [max(_seconds(rank_file.steps[step]) for rank_file in run.ranks) for step in steps]
         took = statistics.median(seconds) if seconds else 0.0
-        found.append(PlanRow(max(row["step"], 0), tuple(row["in_flight"]), row["then_s"], end - row["step"],
+        plans.append(PlanRow(max(row["step"], 0), tuple(row["in_flight"]), row["then_s"], end - row["step"],
                              took, row.get("sums", "")))
-    return tuple(found)
+    return tuple(plans)
 
 
 def _joined(run: Run) -> JoinedRow | None:
     if not (rounds := run.rounds):
         return None
-    ends = [told[0] for told in rounds.values()]
+    ends = [reports[0] for reports in rounds.values()]
     drifts = [end["drift"] for end in ends if isinstance(end.get("drift"), (int, float))]
     return JoinedRow(
         len(rounds), sum(end["verdict"] == "commit" for end in ends),
-        statistics.median(sum(one["bytes"] for one in told) for told in rounds.values()),
-        statistics.median(max(one["seconds"] for one in told) for told in rounds.values()),
-        statistics.median(max(one["exposed"] for one in told) for told in rounds.values()),
+        statistics.median(sum(report["bytes"] for report in reports) for reports in rounds.values()),
+        statistics.median(max(report["seconds"] for report in reports) for reports in rounds.values()),
+        statistics.median(max(report["exposed"] for report in reports) for reports in rounds.values()),
         drifts[-1] if drifts else None,
     )  # fmt: skip
 
@@ -192,9 +196,9 @@ def _seconds(step: dict[str, Any]) -> float:
 def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
     whole = [_seconds(rank_file.steps[step]) for step in steps]
     exposed = [sum(row[7] for row in exposed_rows(rank_file.steps[step])) for step in steps]
-    own = statistics.median(a - b for a, b in zip(whole, exposed))
+    own_s = statistics.median(a - b for a, b in zip(whole, exposed))
     return RankRow(rank_file.rank, rank_file.node, rank_file.head["cluster"], statistics.median(whole),
-                   statistics.median(exposed), own)
+                   statistics.median(exposed), own_s)
 
 
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
@@ -233,7 +237,8 @@ def _pairs(run: Run) -> tuple[PairRow, ...]:
             for first, second, size, waited in rank.steps[step].get("between", ()):
                 sent[first, second] += size / len(run.steps)
                 exposed[first, second][rank.rank] += waited / len(run.steps)
-    links = {(one, two): (rate, latency) for one, two, rate, latency in run.head.get("between", ())}
+    links = {(source, target): (rate, latency)
+             for source, target, rate, latency in run.head.get("between", ())}
     rates, rows = _achieved_between(run), []
     for pair, size in sent.items():
         rate, latency = links.get(pair, (0.0, 0.0))
@@ -245,50 +250,56 @@ def _pairs(run: Run) -> tuple[PairRow, ...]:
 
 def _achieved_between(run: Run) -> dict[tuple[str, str], float]:
     """Bits/s from cluster to cluster while anything that goes there is under way on any rank."""
-    spans: dict[tuple[str, str],
-                dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    sent: dict[tuple[str, str], float] = defaultdict(float)
     cluster = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
+    sends: list[Send] = []
     for step in run.traced():
         for members in _matched(run, step).values():
-            start, end = max(member[1] for member in members), max(member[2] for member in members)
-            ring = sorted(members)
+            span, ring = _all_there(members), sorted(members)
             for (rank, _, _, size), (following, *_) in zip(ring, (*ring[1:], ring[0])):
                 pair = cluster[rank], cluster[following]
-                if size and end > start and pair[0] != pair[1]:
-                    spans[pair][step].append((start, end))
-                    sent[pair] += size
-    seconds = {pair: sum(map(union_s, of.values())) for pair, of in spans.items()}
-    return {pair: sent[pair] * 8 / total for pair, total in seconds.items() if total > 0}
+                if pair[0] != pair[1]:
+                    sends.append((pair, step, span, size))
+    return _rates(sends)
 
 
 def achieved(run: Run) -> dict[Key, float]:
     """Bits/s that a rank sends from the latest start to the latest end of its operations' members
     (overlapping ones once). Empty without traced steps."""
-    spans: dict[Key,
-                dict[tuple[int, int], list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    sent: dict[Key, float] = defaultdict(float)
     cluster = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
+    sends: list[Send] = []
     for step in run.traced():
         for (kind, fabric, *_), members in _matched(run, step).items():
-            start, end = max(member[1] for member in members), max(member[2] for member in members)
-            where = "across" if len({cluster[one[0]] for one in members}) > 1 else "inside"
-            for rank, _, _, size in members:
-                if size and end > start:
-                    spans[kind, fabric, where][rank, step].append((start, end))
-                    sent[kind, fabric, where] += size
-    seconds = {key: sum(map(union_s, of.values())) for key, of in spans.items()}
-    return {key: sent[key] * 8 / total for key, total in seconds.items() if total > 0}
+            span = _all_there(members)
+            where = "across" if len({cluster[rank] for rank, *_ in members}) > 1 else "inside"
+            sends += [((kind, fabric, where), (rank, step), span, size) for rank, _, _, size in members]
+    return _rates(sends)
 
 
-def _matched(run: Run, step: int) -> dict[tuple, list[tuple[int, float, float, float]]]:
-    """(kind, fabric, group, operation, number, its ends) -> (rank, start, end, bytes); complete ones only."""
-    found: dict[tuple, list] = defaultdict(list)
+def _all_there(members: list[Member]) -> tuple[float, float]:
+    """From the latest start to the latest end of an operation."""
+    return max(start for _, start, _, _ in members), max(end for _, _, end, _ in members)
+
+
+def _rates(sends: list[Send]) -> dict[Any, float]:
+    """Bits/s by what sends; spans of one place that overlap count once."""
+    spans: dict[Any, dict[Any, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    sent: dict[Any, float] = defaultdict(float)
+    for sender, place, (start, end), size in sends:
+        if size and end > start:
+            spans[sender][place].append((start, end))
+            sent[sender] += size
+    seconds = {sender: sum(map(union_s, of.values())) for sender, of in spans.items()}
+    return {sender: sent[sender] * 8 / total for sender, total in seconds.items() if total > 0}
+
+
+def _matched(run: Run, step: int) -> dict[tuple, list[Member]]:
+    """By (kind, fabric, group, operation, number, its ends); complete ones only."""
+    operations: dict[tuple, list[Member]] = defaultdict(list)
     for rank in run.ranks:
         offset = run.offset(rank)
         for kind, fabric, name, group, number, peer, start, end, _, size in rank.steps[step]["ops"]:
             if end:
                 ends = None if peer is None else (rank.rank, peer) if name == "send" else (peer, rank.rank)
                 key = (kind, fabric, group, "message" if ends else name, number, ends)
-                found[key].append((rank.rank, start + offset, end + offset, size))
-    return {key: members for key, members in found.items() if len(members) > 1}
+                operations[key].append((rank.rank, start + offset, end + offset, size))
+    return {key: members for key, members in operations.items() if len(members) > 1}

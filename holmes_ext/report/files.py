@@ -77,10 +77,10 @@ class Run:
     @property
     def rounds(self) -> dict[int, list[dict[str, Any]]]:
         """What ranks tell of each round with other jobs (telemetry.outer_round), by its number, in order."""
-        found: dict[int, list[dict[str, Any]]] = {}
-        for told in (told for rank in self.ranks for told in rank.rounds):
-            found.setdefault(told["round"], []).append(told)
-        return dict(sorted(found.items()))
+        reports: dict[int, list[dict[str, Any]]] = {}
+        for report in (report for rank in self.ranks for report in rank.rounds):
+            reports.setdefault(report["round"], []).append(report)
+        return dict(sorted(reports.items()))
 
     @property
     def done(self) -> FollowedPlan:
@@ -93,7 +93,7 @@ class Run:
         return FollowedPlan(tuple(sorted(reductions)), held, tuple(dict.fromkeys(differences)))
 
     def offset(self, file: RankFile) -> float:
-        """What makes `one`'s times rank 0's: a node's first process has measured it."""
+        """What makes the file's times rank 0's: a node's first process has measured it."""
         return next((other.clock[0] for other in self.ranks if other.node == file.node and other.clock), 0.0)
 
 
@@ -115,10 +115,10 @@ def load(directory: str | Path) -> Run:
         if len(runs) > 1:
             notes.append(f"{len(runs)} runs in {place}: this is the newest, {runs[-1].name}")
         files = list(runs[-1].glob("rank*.jsonl"))
-    ranks = sorted((read(path) for path in files), key=lambda one: one.rank)
+    ranks = sorted((read(path) for path in files), key=lambda file: file.rank)
     _check_one_run(ranks)
-    notes += [f"{one.path.name} ends in the middle of a line, which is left out:"
-              f" rank {one.rank} was killed, or still writes" for one in ranks if one.cut]
+    notes += [f"{file.path.name} ends in the middle of a line, which is left out:"
+              f" rank {file.rank} was killed, or still writes" for file in ranks if file.cut]
     world = ranks[0].head["world"]
     absent = sorted(set(range(world)) - {rank_file.rank for rank_file in ranks})
     if absent:

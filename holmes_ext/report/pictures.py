@@ -79,9 +79,9 @@ def _smaller(text: str) -> str:
                   text)
     alike = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
 
-    def joined(found: re.Match[str]) -> str:
-        places = "".join(re.findall(r'd="([^"]*)"', found[0]))
-        return f'<path d="{places}" {found[1]}/>'
+    def joined(paths: re.Match[str]) -> str:
+        places = "".join(re.findall(r'd="([^"]*)"', paths[0]))
+        return f'<path d="{places}" {paths[1]}/>'
 
     return re.sub(r"\n\s*", "\n", re.sub(alike, joined, text))
 
@@ -90,7 +90,7 @@ def svg_file(figure: Any) -> str:
     """The figure as a file of its own, light or dark as the reader is."""
     dark = "@media(prefers-color-scheme:dark){svg{color:#e6e6e6;--paper:#16181d}}"
     style = f"<style>svg{{color:{INK};--paper:#fff}}{dark}</style>"
-    return re.sub(r"(<svg[^>]*>)", lambda found: found[1] + style, svg(figure), count=1) + "\n"
+    return re.sub(r"(<svg[^>]*>)", lambda tag: tag[1] + style, svg(figure), count=1) + "\n"
 
 
 def write(figure: Any, path: str | Path, advice: str) -> Path:
@@ -180,7 +180,7 @@ def _edges(nodes: Sequence[str], sizes: Sizes) -> list[tuple[list[tuple[str, str
 def load_traces(directory: Path) -> list[dict[str, Any]]:
     """The trace of every rank of one run (holmes_ext.lab.emulate.trace), in rank order."""
     return sorted((json.loads(path.read_text()) for path in directory.glob("rank*.json")),
-                  key=lambda one: one["rank"])
+                  key=lambda trace: trace["rank"])
 
 
 def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -77,8 +77,8 @@ def _nodes_of(result: SearchResult, stage: int) -> str:
 def step(result: SearchResult) -> Any:
     """The simulated step of each stage's first ranks: of this plan, and of stock with its sizes."""
     panels, stock = {}, stock_like(result, result.best)
-    for name, (whose, one) in (("this plan", (result, result.best)), ("stock", stock)):
-        rows, seconds = _rows_of(whose, one)
+    for name, (whose, candidate) in (("this plan", (result, result.best)), ("stock", stock)):
+        rows, seconds = _rows_of(whose, candidate)
         panels[f"{name}: {seconds:.4g} s"] = rows, seconds
     shape = result.best.shape
     chunks = f", {shape.virtual} chunks a stage" if shape.virtual > 1 else ""
@@ -88,30 +88,30 @@ def step(result: SearchResult) -> Any:
 
 
 def _rows_of(result: SearchResult, candidate: Candidate) -> tuple[list[Row], float]:
-    found = simulated(result, candidate)
+    step = simulated(result, candidate)
     rows: dict[int, Row] = {}
-    for line in found.ranks:
-        own = [span for span in line.spans if span.kind != "idle"]
+    for line in step.ranks:
+        spans = [span for span in line.spans if span.kind != "idle"]
         kinds = [span.kind if span.kind in KINDS and span.kind not in ("send", "reduce") else ""
-                 for span in own]
-        spans = [(kind or ("across" if s.across else "inside"), s.start, s.end)
-                 for kind, s in zip(kinds, own)]
-        rows.setdefault(line.stage, (f"stage {line.stage}", spans))
-    return [rows[stage] for stage in sorted(rows)], found.step_s
+                 for span in spans]
+        shown = [(kind or ("across" if s.across else "inside"), s.start, s.end)
+                 for kind, s in zip(kinds, spans)]
+        rows.setdefault(line.stage, (f"stage {line.stage}", shown))
+    return [rows[stage] for stage in sorted(rows)], step.step_s
 
 
-def seconds(found: Mapping[str, Mapping[str, float]]) -> Any:
+def seconds(by_plan: Mapping[str, Mapping[str, float]]) -> Any:
     """A bar for each name -> seconds by cause, as long as its step."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(9, 0.45 * len(found) + 1.5), layout="constrained")
-    left, least = dict.fromkeys(found, 0.0), 1e-4 * max(sum(causes.values()) for causes in found.values())
+    figure, axis = plt.subplots(figsize=(9, 0.45 * len(by_plan) + 1.5), layout="constrained")
+    left, least = dict.fromkeys(by_plan, 0.0), 1e-4 * max(sum(causes.values()) for causes in by_plan.values())
     for cause, text in CAUSES.items():
-        if max(causes[cause] for causes in found.values()) > least:
-            values = [causes[cause] for causes in found.values()]
-            axis.barh(range(len(found)), values, left=list(left.values()), color=CAUSE_COLORS[cause],
+        if max(causes[cause] for causes in by_plan.values()) > least:
+            values = [causes[cause] for causes in by_plan.values()]
+            axis.barh(range(len(by_plan)), values, left=list(left.values()), color=CAUSE_COLORS[cause],
                       label=text)
-            left = {name: left[name] + causes[cause] for name, causes in found.items()}
-    name_rows(axis, list(found))
+            left = {name: left[name] + causes[cause] for name, causes in by_plan.items()}
+    name_rows(axis, list(by_plan))
     axis.set_xlabel("seconds of one step")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8)
@@ -144,17 +144,17 @@ def draw_partitions(costs: StageCosts, estimates: Mapping[str, Estimate], path: 
     plt, height = pyplot("--picture needs"), max(1.6, 0.3 * costs.stages + 0.9)
     figure, axes = plt.subplots(len(estimates), 1, figsize=(9, height * len(estimates) + 0.5), sharex=True,
                                 squeeze=False)
-    for axis, (name, one) in zip(axes[:, 0], estimates.items()):
+    for axis, (name, estimate) in zip(axes[:, 0], estimates.items()):
         left = [0.0] * costs.stages
         parts = ("compute", "#4c78a8"), ("communication", "#d62728"), ("idle", "#d9d9d9")
-        for (kind, color), values in zip(parts, (one.compute_s, one.exposed_s, one.idle_s)):
+        for (kind, color), values in zip(parts, (estimate.compute_s, estimate.exposed_s, estimate.idle_s)):
             axis.barh(range(costs.stages), values, left=left, color=color, label=kind)
             left = [a + b for a, b in zip(left, values)]
-        for stage, count in enumerate(one.stage_layers):
-            text = f" {count} layers, {memory_text(one, costs, stage)}"
+        for stage, count in enumerate(estimate.stage_layers):
+            text = f" {count} layers, {memory_text(estimate, costs, stage)}"
             axis.text(0, stage, text, va="center", fontsize=7, color="white")
         name_rows(axis, costs.names)
-        axis.set_title(f"{name}: {one.step_s:.4g} s", loc="left", fontsize=10)
+        axis.set_title(f"{name}: {estimate.step_s:.4g} s", loc="left", fontsize=10)
     axes[-1, 0].set_xlabel("predicted seconds of one step (a stage's idle time is spread over it)")
     axes[0, 0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8)
     figure.tight_layout()

@@ -36,11 +36,12 @@ def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     places = set()
     for colour, (name, line) in zip(CLUSTERS, over_every(rounds).items()):
-        every, rates = [one.every for one in line], [one.samples_per_s * tokens for one in line]
+        every = [setting.every for setting in line]
+        rates = [setting.samples_per_s * tokens for setting in line]
         axis.plot(every, rates, "-", color=colour, lw=1.5, label=name)
-        fills = [PAPER if one.exposed_s else colour for one in line]
+        fills = [PAPER if setting.exposed_s else colour for setting in line]
         axis.scatter(every, rates, s=30, c=fills, edgecolors=colour, zorder=3)
-        hidden = [(one.every, rate) for one, rate in zip(line, rates) if not one.exposed_s]
+        hidden = [(setting.every, rate) for setting, rate in zip(line, rates) if not setting.exposed_s]
         if hidden and hidden[0] not in places:
             places.add(hidden[0])
             offset = (0, 9 if len(places) == 1 else -16)
@@ -81,19 +82,19 @@ def losses_figure(lives: Sequence[Incarnation]) -> Any:
 def rounds_figure(run: Run) -> Any:
     """Of each round: seconds under way and waited for (slowest rank), the drift, what came to nothing."""
     rounds = run.rounds
-    numbers, first = list(rounds), [told[0] for told in rounds.values()]
+    numbers, first = list(rounds), [reports[0] for reports in rounds.values()]
     figure, (above, below) = pyplot().subplots(2, figsize=(9, 4.5), sharex=True)
-    above.bar(numbers, [max(one["seconds"] for one in told) for told in rounds.values()],
+    above.bar(numbers, [max(report["seconds"] for report in reports) for reports in rounds.values()],
               color=KINDS["inside"][0], label="under way")
-    above.bar(numbers, [max(one["exposed"] for one in told) for told in rounds.values()],
+    above.bar(numbers, [max(report["exposed"] for report in reports) for reports in rounds.values()],
               color=KINDS["across"][0], label="of that, training waited")
-    for number, told in zip(numbers, first):
-        if told["verdict"] != "commit":
-            above.annotate(told["verdict"], (number, 0), rotation=90, va="bottom", ha="center", fontsize=7)
+    for number, report in zip(numbers, first):
+        if report["verdict"] != "commit":
+            above.annotate(report["verdict"], (number, 0), rotation=90, va="bottom", ha="center", fontsize=7)
     above.set_ylabel("seconds")
     above.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    drifts = [(n, told["drift"]) for n, told in zip(numbers, first)
-              if isinstance(told.get("drift"), (int, float))]
+    drifts = [(n, report["drift"]) for n, report in zip(numbers, first)
+              if isinstance(report.get("drift"), (int, float))]
     below.plot([n for n, _ in drifts], [drift for _, drift in drifts], ".-", color=KINDS["forward"][0])
     below.set_ylabel("drift, of the sum")
     below.set_ylim(bottom=0)

@@ -31,8 +31,8 @@ def trace(run: Run, step: int) -> dict[str, Any]:
     """Complete events ("X") in microseconds from the first rank's begin, on one clock, and names."""
     zero = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
     events: list[dict[str, Any]] = []
-    for one in run.ranks:
-        events += _events_of(one, step, run.offset(one) - zero)
+    for rank in run.ranks:
+        events += _events_of(rank, step, run.offset(rank) - zero)
     about = {"run": run.head["run"], "step": step, "ranks": len(run.ranks)}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
@@ -74,15 +74,15 @@ def _lane(lanes: dict[str, int], busy: dict[int, float], kind: str, start: float
 
 def pictured(run: Run, step: int) -> list[dict[str, Any]]:
     """Of each rank rows of [kind, start, end, bytes] on one clock."""
-    ends = [one.steps[step]["end"] + run.offset(one) for one in run.ranks]
+    ends = [rank.steps[step]["end"] + run.offset(rank) for rank in run.ranks]
     begins = [rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks]
     traces = []
-    for one in run.ranks:
-        shift, line = run.offset(one), one.steps[step]
+    for rank in run.ranks:
+        shift, line = run.offset(rank), rank.steps[step]
         events = [[kind, start + shift, end + shift, 0] for kind, start, end in line.get("spans", ())
                   if kind in ("forward", "backward", "optimizer")]
         events += [[_PICTURED.get(name, "collective"), start + shift, end + shift, sent]
                    for _, _, name, _, _, _, start, end, _, sent in line["ops"] if end]
-        traces.append({"rank": one.rank, "node": one.node, "events": events,
+        traces.append({"rank": rank.rank, "node": rank.node, "events": events,
                        "step": (min(begins), max(ends))})
     return traces

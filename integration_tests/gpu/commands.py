@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from carriers import LESS_MEMORY
+
 from holmes_ext.lab import Lab
 from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.process.job import RunResult
@@ -33,7 +35,7 @@ HERE = ROOT / "integration_tests" / "gpu"
 EXAMPLES = ROOT / "examples"
 #: In words: the file in which the command writes its losses.
 LOG = "LOG"
-ON_GPU = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0"}
+ON_GPU = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0", **LESS_MEMORY}
 ON_CPU = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
 TIMEOUT_S = 900
 

@@ -8,7 +8,6 @@ messages.
 import json
 
 import pytest
-from carriers import LESS_MEMORY
 
 from holmes_ext.plan.cost.buckets import buffer_bytes
 from integration_tests.gpu.commands import ON_GPU
@@ -42,7 +41,7 @@ def held(lab, folder, words, steps):
     folder.mkdir()
     log = folder / "log.jsonl"
     ran = lab.run(MEMORY, str(folder), *words, "--steps", str(steps), "--log-file", str(log), order="a0,b0",
-                  env={**ON_GPU, "PYTHONPATH": ON_CPU, **LESS_MEMORY})
+                  env={**ON_GPU, "PYTHONPATH": ON_CPU})
     assert ran.result.returncode == 0 and not ran.hang, ran.said
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert all(len(one["steps"]) == steps for one in ranks)

@@ -4,15 +4,16 @@ from typing import Any
 
 from holmes_ext.patches.torch.features import DDP as DDP_HOOK
 from holmes_ext.patches.torch.features import PASSES
-from holmes_ext.plan.engine import POSTED, EngineTraits
+from holmes_ext.plan.engine import PAIRED, POSTED, EngineTraits
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 _SIZES = "tensor", "context", "expert", "pipeline", "virtual"
 _DATA_ONLY: dict[str, tuple[Any, ...]] = {**dict.fromkeys(_SIZES, (1,)), "recompute": ("none", "full")}
 
-#: A loop or torch.distributed.pipelining, with GradientReducer's buckets.
+#: A loop or torch.distributed.pipelining, with GradientReducer's buckets. Schedule1F1B exchanges what a pass
+#: made with what the next one needs, and waits for both.
 LOOP = EngineTraits(
-    "torch", POSTED, norm=False, reports_loss=False, buckets_exceed=False,
+    "torch", PAIRED, norm=False, reports_loss=False, buckets_exceed=False,
     features={"overlap": (), "two-level": (), "passes": (PASSES.name,)},
     limits={**dict.fromkeys(_SIZES[:3], (1,)), "zero": (0,), "recompute": ("none", "full")},
     breadth_first=True,
@@ -28,7 +29,7 @@ FSDP2 = EngineTraits(
     limits={**_DATA_ONLY, "zero": (3,)},
 )  # fmt: skip
 TORCHTITAN = EngineTraits(
-    "torchtitan", POSTED, norm=False, reports_loss=False, prefetches=True,
+    "torchtitan", PAIRED, norm=False, reports_loss=False, prefetches=True,
     features={"overlap": (), "two-level": ()},
     limits={"zero": (1, 3), "clusters": ("pipeline", "data"), "order": (DEFAULT_ORDER,)},
     two_level_zero=(1,), breadth_first=True,

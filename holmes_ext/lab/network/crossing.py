@@ -58,16 +58,16 @@ def delay_line(spec: SiteSpec, scale: float, nodes: Sequence[tuple[str, int | No
                  "uplink_bps": wan.uplink_of.get(name, 0) * wire}
                 for number, name in enumerate(names)]
     links = []
-    for one, two in itertools.combinations(range(len(names)), 2):
-        link = link_of(wan, names[one], names[two])
-        links.append([one, two, link.rate_bps * wire, link.latency_s])
+    for first, second in itertools.combinations(range(len(names)), 2):
+        link = link_of(wan, names[first], names[second])
+        links.append([first, second, link.rate_bps * wire, link.latency_s])
     return {"clusters": clusters, "links": links,
             "nodes": {where: [cluster, mac] for where, cluster, mac in nodes}}
 
 
-def link_of(wan: Wan, one: str, two: str) -> Between:
+def link_of(wan: Wan, first: str, second: str) -> Between:
     """What lies between two clusters besides their uplinks; rate 0: no limit."""
-    return wan.pair_of.get((one, two)) or Between((one, two), 0, 0.0)
+    return wan.pair_of.get((first, second)) or Between((first, second), 0, 0.0)
 
 
 def _router_mac(cluster: int) -> str:

@@ -109,8 +109,8 @@ class Router:
         self._into = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
         self._ways: dict[tuple[int, int], tuple[list[Clock], float]] = {}
         between = []
-        for one, two, rate, latency in links:
-            for a, b in ((int(one), int(two)), (int(two), int(one))):
+        for first, second, rate, latency in links:
+            for a, b in ((int(first), int(second)), (int(second), int(first))):
                 between.append(clock(rate, 4 * latency))
                 self._ways[a, b] = ([each for each in (out[a], between[-1]) if each is not None], latency)
         self._near, self._far = ([each for each in all_ if each] for all_ in ([*out, *between], self._into))
@@ -132,10 +132,10 @@ class Router:
     def take(self, frame: bytes, source: int, now: float) -> None:
         """A frame that cluster `source` sends (virtio-net header first); dropped where nobody elsewhere gets
         it."""
-        found = self._nodes.get(frame[40:44]) if frame[22:24] == _IPV4 else None
-        if found is None or found[0] == source:
+        known = self._nodes.get(frame[40:44]) if frame[22:24] == _IPV4 else None
+        if known is None or known[0] == source:
             return
-        target, macs = found
+        target, macs = known
         pieces = frame[:10] + macs, memoryview(frame)[10 + _MACS:]
         way = self._ways[source, target]
         self._go_on(Passing(pieces, wire_bits(frame), frame[36:44], target, way, now), now)
@@ -161,15 +161,15 @@ class Router:
         return arrived + self._arrived(now)
 
     def _arrived(self, now: float) -> list[tuple[int, tuple]]:
-        found = []
+        arrived = []
         while self._heap and self._heap[0][0] <= now:
             when, _, last, passing = heapq.heappop(self._heap)
             clock = None if last else self._into[passing.target]
             if clock is None:
-                found.append((passing.target, passing.pieces))
+                arrived.append((passing.target, passing.pieces))
             elif not clock.take(passing, when):
                 self.dropped += 1
-        return found
+        return arrived
 
     def _push(self, when: float, last: bool, passing: Passing) -> None:
         self._count += 1
@@ -225,13 +225,13 @@ def run(router: Router, taps: Sequence[int]) -> None:
 
 def _frames(tap: int) -> list[bytes]:
     """Those that wait, some hundreds at most."""
-    found = []
+    frames = []
     try:
         for _ in range(500):
-            found.append(os.read(tap, _FRAME))
+            frames.append(os.read(tap, _FRAME))
     except BlockingIOError:
         pass
-    return found
+    return frames
 
 
 def _mac(text: str) -> bytes:

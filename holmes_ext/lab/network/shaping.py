@@ -96,8 +96,8 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
             index = len(nodes)
             nics = [_nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)]
             if spec.wan:
-                own = crossing.address(site, place)
-                nics[0] = replace(nics[0], address=own, bridge=crossing.bridge(site), prefix=crossing.PREFIX)
+                address, bridge = crossing.address(site, place), crossing.bridge(site)
+                nics[0] = replace(nics[0], address=address, bridge=bridge, prefix=crossing.PREFIX)
             if cluster.fabric != ETHERNET:
                 number = fabrics.index(cluster.fabric)
                 rate = cluster.rate_bps // cluster.rails
@@ -117,8 +117,8 @@ def login_node(spec: SiteSpec, nodes: Sequence[LabNode], scale: float) -> LabNod
                           " jobs; rename it")
     nic = _nic(len(nodes), "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)
     if spec.wan:  # it stands beside the nodes of the first cluster
-        own = crossing.address(0, len(spec.clusters[0].nodes))
-        nic = replace(nic, address=own, bridge=crossing.bridge(0), prefix=crossing.PREFIX)
+        address = crossing.address(0, len(spec.clusters[0].nodes))
+        nic = replace(nic, address=address, bridge=crossing.bridge(0), prefix=crossing.PREFIX)
     return LabNode(LOGIN, "", len(nodes), 1, (nic,), 0 if spec.wan else None)
 
 

@@ -14,7 +14,7 @@ Of the bytes that are summed; `halves`: the way to the sum, and the way back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
 from typing import TypeVar
@@ -32,7 +32,7 @@ class CrossClusterAlgorithm:
     """How the sums of whole clusters are added up."""
 
     #: "direct", "ring" or "tree".
-    algorithm: str = field(metadata={"was": "way"})
+    algorithm: str
     #: Names: of a ring in its order, of a tree with parents before their children.
     order: tuple[str, ...]
     #: Of a tree, for each of `order` the one that it sends to, "" for the root.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -108,7 +108,7 @@ class RankModel:
     def gpu_of(self, cluster: str) -> Gpu:
         return self.gpus.get(cluster, self.gpu)
 
-    def slowest(self, clusters: Sequence[str]) -> Gpu:
+    def slowest(self, clusters: Iterable[str]) -> Gpu:
         """With the least of each number of these clusters' GPUs (memory 0: no limit)."""
         every = [self.gpu_of(cluster) for cluster in clusters]
         limits = [gpu.memory_bytes for gpu in every if gpu.memory_bytes]

@@ -154,8 +154,5 @@ class StageSums:
 
     def link_bps(self, kinds: Iterable[int]) -> float:
         """Between the GPUs of a node of these kinds."""
-        key = "link", frozenset(kinds)
-        if key not in self.known:
-            self.known[key] = self.job.slowest([self.network.cluster(kind) for kind in key[1]]).link_bps
-        result: float = self.known[key]
-        return result
+        key, cluster = frozenset(kinds), self.network.cluster
+        return self.remember("link", key, lambda: self.job.slowest(map(cluster, key)).link_bps)

@@ -24,7 +24,8 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.search.bound.nodes import alike
 from holmes_ext.plan.search.bound.shape import ShapeBound, rates_between
 from holmes_ext.plan.search.result import EQUAL, SearchResult
-from holmes_ext.plan.search.search import Progress, proven, search
+from holmes_ext.plan.search.search import proven, search
+from holmes_ext.plan.search.sketch import Progress
 from holmes_ext.plan.search.space import shapes
 from holmes_ext.plan.search.spreading import with_spread
 from holmes_ext.plan.search.subset import Counts

@@ -20,7 +20,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from math import inf
@@ -28,7 +28,7 @@ from multiprocessing import get_context
 
 from holmes_ext.plan.search.evaluate import Evaluator, Found, Item, PlacedShape
 from holmes_ext.plan.search.result import EQUAL, Certificate, SearchResult
-from holmes_ext.plan.search.sketch import Sketch
+from holmes_ext.plan.search.sketch import Progress, Sketch
 from holmes_ext.plan.search.space import Shape
 
 #: Seconds that one process works before another is started, and processes at most.
@@ -41,8 +41,6 @@ PATIENCE, GAIN = 12, 0.01
 #: Placements of the best one's kin that are bounded closer, the first of every shape first, and of those
 #: simulated, the quickest walked first, before all else.
 EARLY = 20, 4
-#: Told from time to time: what is done and left, the best step so far, the gap of the certificate.
-Progress = Callable[[int, int, float, float], None]
 
 
 def search(

@@ -43,6 +43,7 @@ FIXES = {
     "activations": "a smaller micro-batch, full recomputation, or more tensor or context parallelism",
     "working": "a smaller micro-batch, or more tensor or context parallelism",
 }
+#: Told from time to time: what is done and left, the best step so far, the gap of the certificate.
 Progress = Callable[[int, int, float, float], None]
 
 

@@ -1,4 +1,5 @@
-"""Functions that a backend's thread calls when an operation is done (torch.futures.Future.then).
+"""What the interpreter waits for before it ends: operations under way, and functions that a backend's thread
+calls when one is done (torch.futures.Future.then).
 
     gloo's thread   ...operation | asks for Python | calls | asks for Python again, to forget the function
     main thread     ...last step | exit, which waits here ................... | Python ends
@@ -17,19 +18,25 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-#: Seconds at exit for all calls together: an operation that never ends calls nobody.
+#: Seconds at exit for a call: an operation that never ends calls nobody.
 CALLS_S = 2.0
 #: Seconds after the last one, in which its thread forgets the function.
 FORGET_S = 0.02
 
-_calls: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+#: What is awaited -> seconds from the beginning of the exit on.
+_awaited: weakref.WeakKeyDictionary[threading.Event, float] = weakref.WeakKeyDictionary()
+
+
+def await_at_exit(ended: threading.Event, seconds: float) -> None:
+    """As long as it lives."""
+    _awaited[ended] = seconds
+    _register()
 
 
 def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`function`, which the interpreter waits for before it ends."""
     ended = threading.Event()
-    _calls.add(ended)
-    _register()
+    await_at_exit(ended, CALLS_S)
 
     def call(done: Any) -> Any:
         try:
@@ -47,7 +54,7 @@ def _register() -> None:
 
 
 def _wait() -> None:
-    limit = time.monotonic() + CALLS_S
-    for ended in list(_calls):
-        ended.wait(max(0.0, limit - time.monotonic()))
+    begin = time.monotonic()
+    for ended, seconds in list(_awaited.items()):
+        ended.wait(max(0.0, begin + seconds - time.monotonic()))
     time.sleep(FORGET_S)

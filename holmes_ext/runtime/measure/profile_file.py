@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,9 +15,13 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure import probe
 from holmes_ext.runtime.measure.profiler import Label, Profiler
+from holmes_ext.runtime.start.store import awaited, gathered, put_in
+from holmes_ext.words import some_of
 
 #: How long rank 0 waits for the others' reports.
 _COLLECT_SECONDS = 120.0
+#: How long the launcher's rank 0, whose process may serve the store, waits for the others to go.
+_LEAVE_SECONDS = 30.0
 _TOTALS = ("send", "receive", "reduce", "tied", "optimizer", "idle")
 
 
@@ -42,18 +45,18 @@ def publish(
         write(current, [own], path)
     else:
         store, prefix = current.store, f"{current.round}/profile"
-        store.set(f"{prefix}/{current.rank}", json.dumps(own))
+        put_in(store, f"{prefix}/reports", json.dumps([current.rank, own]).encode(), 1, world)
         if current.rank == 0:
             try:
-                names = [f"{prefix}/{rank}" for rank in range(world)]
-                store.wait(names, timedelta(seconds=_COLLECT_SECONDS))
-                write(current, [json.loads(store.get(name)) for name in names], path)
+                write(current, _reports(store, prefix, world), path)
             except HolmesError as problem:
                 error = str(problem)
             store.set(f"{prefix}/error", error)
         store.wait([f"{prefix}/error"], timedelta(seconds=2 * _COLLECT_SECONDS))
         error = store.get(f"{prefix}/error").decode()
-        _leave_together(store, prefix, world, current.process.rank == 0)
+        put_in(store, f"{prefix}/left", b"", 1, world)
+        if current.process.rank == 0:  # it may serve the store: it is the last to go
+            awaited(store, f"{prefix}/left/all", _LEAVE_SECONDS)
     if error:
         raise HolmesError(error) if current.rank == 0 else RemoteError(error)
     if current.options.profile_stops:
@@ -62,13 +65,12 @@ def publish(
         os._exit(0)  # not through the interpreter's end: threads of gloo may still be in it
 
 
-def _leave_together(store: Any, prefix: str, world: int, serves: bool) -> None:
-    """The store lives in one rank's process, which must be the last to go."""
-    gone = store.add(f"{prefix}/left", 1)
-    until = time.monotonic() + 30
-    while serves and gone < world and time.monotonic() < until:
-        time.sleep(0.02)
-        gone = store.add(f"{prefix}/left", 0)
+def _reports(store: Any, prefix: str, world: int) -> list[dict[str, Any]]:
+    """Of all ranks, in their order."""
+    reports = dict(map(json.loads, gathered(store, f"{prefix}/reports", _COLLECT_SECONDS)))
+    if missing := [rank for rank in range(world) if rank not in reports]:
+        raise HolmesError(f"--holmes-profile: rank {some_of(missing)} did not report what it measured")
+    return [reports[rank] for rank in range(world)]
 
 
 def write(current: session.Session, reports: list[dict[str, Any]], path: str) -> None:

@@ -3,22 +3,21 @@
     part 1   [step 1][step 2][step 3]
     part 2           [step 1][step 2][step 3]          as micro-batches pass through a pipeline
 
-A thread inside gloo's calls aborts the interpreter that ends under it (status 134 in place of 0 or 1). So at
-exit everything on its way is waited for: it arrives, or fails because the other end is gone.
+A thread inside gloo's calls aborts the interpreter that ends under it. So at exit everything on its way is
+waited for: it arrives, or fails because the other end is gone.
 """
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from holmes_ext.runtime.groups.callbacks import await_at_exit
 
 #: Seconds at exit, for everything together: an end that neither answers nor goes away must not hold this one
 #: up for ever.
@@ -48,7 +47,7 @@ class Work:
         self.error: Exception | None = None
         self._future: torch.futures.Future = torch.futures.Future()
         self.out = threading.Event()  # all parts have come out of the threads, done or not
-        _in_flight.add(self)
+        await_at_exit(self.out, SETTLE_S)
 
     def wait(self) -> None:
         self._future.wait()
@@ -115,13 +114,3 @@ def _serve(step: Callable[[Any], None], inbox: queue.SimpleQueue, outbox: queue.
             work.part_done()
     if outbox is not None:
         outbox.put(None)
-
-
-_in_flight: weakref.WeakSet[Work] = weakref.WeakSet()
-
-
-@atexit.register
-def _settle() -> None:
-    end = time.monotonic() + SETTLE_S
-    for work in list(_in_flight):
-        work.out.wait(max(0.0, end - time.monotonic()))

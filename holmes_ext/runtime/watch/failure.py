@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import errno
 import re
-import threading
 from collections.abc import Sequence
 
 from holmes_ext.cluster.site import Fabric
+from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, nccl_errors
+from holmes_ext.runtime.start.deadline import within
 from holmes_ext.runtime.watch import nics
 from holmes_ext.words import some_of
 
@@ -150,17 +151,12 @@ def _first(mine: str) -> str:
     """What the first rank that saw it said; `mine` on that one, or where the store is gone."""
     import torch.distributed as dist
 
-    found = [mine]
+    def first() -> str:
+        current, store = session.active(), dist.distributed_c10d._get_default_store()
+        key = f"{current.round if current else 'holmes'}/{_KEY}"
+        return store.compare_set(key, "", mine).decode()
 
-    def ask() -> None:
-        try:
-            current, store = session.active(), dist.distributed_c10d._get_default_store()
-            found[0] = store.compare_set(f"{current.round if current else 'holmes'}/{_KEY}", "",
-                                         mine).decode()
-        except (RuntimeError, ValueError):  # no store any more, or there never was one
-            pass
-
-    thread = threading.Thread(target=ask, name="holmes first failure", daemon=True)
-    thread.start()
-    thread.join(_STORE_S)
-    return found[0]
+    try:
+        return str(within(_STORE_S, "the store does not answer", first))
+    except (HolmesError, RuntimeError, ValueError):  # no store any more, or there never was one
+        return mine

@@ -9,7 +9,7 @@ import tarfile
 
 import pytest
 
-from holmes_ext.cli.lab_gpu import what_is_missing
+from holmes_ext.cli.lab_gpu import killed_for_memory, what_is_missing
 from holmes_ext.cli.main import main
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.gpu import compiler, job, libraries, nccl_source, torch_build
@@ -196,3 +196,9 @@ def test_a_job_that_asks_for_what_is_not_emulated(printed, missing):
     lines = {0: [("stderr", "fine")], 1: [("stderr", line) for line in printed.splitlines()]}
     assert what_is_missing(RunResult(1, {0: -15, 1: 1}, lines, 1.0, first_failed=1)) == missing
     assert what_is_missing(RunResult(0, {0: 0, 1: 0}, lines, 1.0)) == ""
+
+
+def test_a_rank_that_the_kernel_ends_for_want_of_memory():
+    ended = RunResult(137, {0: -15, 1: -9}, {0: [], 1: []}, 1.0, first_failed=1)
+    assert what_is_missing(ended, killed=True).startswith("this machine had no memory left; run fewer ranks")
+    assert what_is_missing(ended) == "" and killed_for_memory() >= 0

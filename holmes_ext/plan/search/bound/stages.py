@@ -7,7 +7,7 @@ same kinds of nodes; the slowest one's messages are taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, floor, inf
@@ -136,26 +136,19 @@ class Stages:
         tied = self.placement.tied
         content = self.placement.parts[stage // tied], stage % tied
         ends = stage == 0, stage == self.count - 1
-        key: Hashable = what, content, low, ends, self.run.two_level, self.run.reductions[stage : stage + 1]
-        if key not in self.prices.known:
-            self.prices.known[key] = make(stage, low)
-        result: T = self.prices.known[key]
-        return result
+        key = content, low, ends, self.run.two_level, self.run.reductions[stage : stage + 1]
+        return self.prices.remember(what, key, lambda: make(stage, low))
 
     # ------------------------------------------------------------------- messages
 
     def _message(self, stage: int, low: int) -> Message:
         """Of the pipelines at `low`, which send at the same time, the others being still."""
         other = (stage + 1) % self.count
-        prices, placement = self.prices, self.placement
         if other == stage:
             return Message(0.0, 0.0, 0.0, 0.0, "")
-        parts, tied = placement.parts, placement.tied
-        key = "message", parts[stage // tied], parts[other // tied], stage % tied, other - stage, low
-        if key not in prices.known:
-            prices.known[key] = self._message_of(stage, other, low)
-        message: Message = prices.known[key]
-        return message
+        parts, tied = self.placement.parts, self.placement.tied
+        key = parts[stage // tied], parts[other // tied], stage % tied, other - stage, low
+        return self.prices.remember("message", key, lambda: self._message_of(stage, other, low))
 
     def _message_of(self, stage: int, other: int, low: int) -> Message:
         prices, network = self.prices, self.prices.network

@@ -48,6 +48,16 @@ ssize_t __wrap_recv(int socket, void* buffer, size_t size, int flags) {
   return got;
 }
 
+ssize_t __real_send(int socket, const void* buffer, size_t size, int flags);
+ssize_t __wrap_send(int socket, const void* buffer, size_t size, int flags) {
+  ssize_t sent = __real_send(socket, buffer, size, flags);
+  if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+    in_vain();
+    errno = EAGAIN;
+  }
+  return sent;
+}
+
 int __real_accept(int socket, struct sockaddr* address, socklen_t* length);
 int __wrap_accept(int socket, struct sockaddr* address, socklen_t* length) {
   int made = __real_accept(socket, address, length);
