@@ -81,8 +81,8 @@ def all_rdma(spec: SiteSpec) -> Variant:
     names its NIC (NCCL would find it)."""
     best = max(spec.clusters, key=lambda cluster: cluster.rate_bps)
     nodes = tuple(node for cluster in spec.clusters for node in cluster.nodes)
-    one: ClusterSpec = replace(best, nodes=nodes, name="all", fabric="all")
-    single = replace(spec, name=f"{spec.name}, all {best.kind}", clusters=(one,), overrides={})
+    cluster: ClusterSpec = replace(best, nodes=nodes, name="all", fabric="all")
+    single = replace(spec, name=f"{spec.name}, all {best.kind}", clusters=(cluster,), overrides={})
     return Variant("all-RDMA", single, nodes, env={"GLOO_SOCKET_IFNAME": f"{best.kind}0"})
 
 

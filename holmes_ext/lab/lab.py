@@ -118,12 +118,12 @@ class Lab:
             common |= gpus.environment(common, total, nodes, holmes, watch)
         argv, zygote_control = list(command), None
         if preload:
-            found = zygote.script_of(argv)
-            if found is None:
+            script = zygote.script_of(argv)
+            if script is None:
                 wanted = "`python SCRIPT ...` or `python -m MODULE ...`"
                 raise HolmesError(f"--preload: the command must be {wanted}, not {' '.join(argv[:2])!r}")
-            argv = found[1]
-            zygote_control = self._zygote(found[0], tuple(preload), common, directory)
+            argv = script[1]
+            zygote_control = self._zygote(script[0], tuple(preload), common, directory)
         messages: list[dict[str, Any]] = []
         for rank in range(len(nodes) * count):
             node = nodes[rank // count]
@@ -270,10 +270,10 @@ class Lab:
             self._tool(place, "tc", tc)
         if self.spec.wan:
             where = [(node.address, node.site, node.nics[0].mac) for node in self.hosts]
-            told = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
-            self.delay_line = self._ask("wan", **told)["pids"][0]
+            settings = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
+            self.delay_line = self._ask("wan", **settings)["pids"][0]
             self._tool(_SWITCH, "ip",
-                       "".join(f"{line}\n" for line in crossing.tap_lines(len(told["clusters"]))))
+                       "".join(f"{line}\n" for line in crossing.tap_lines(len(settings["clusters"]))))
         holders = {name: [state.identity(self.holder(name)), self.variables(name)] for name in self._by_name}
         state.record(self.directory, **self._told, hosts=holders)
 

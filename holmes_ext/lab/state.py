@@ -31,8 +31,8 @@ def new_directory() -> Path:
 
 def directories() -> list[Path]:
     """Those of this user's labs."""
-    found = Path(tempfile.gettempdir()).glob(f"holmes-lab-{os.getuid()}-*-*")
-    return sorted(path for path in found if _mine(path))
+    labs = Path(tempfile.gettempdir()).glob(f"holmes-lab-{os.getuid()}-*-*")
+    return sorted(path for path in labs if _mine(path))
 
 
 def _mine(path: Path) -> bool:

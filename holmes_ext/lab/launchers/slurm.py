@@ -87,8 +87,8 @@ def _topology_conf(spec: SiteSpec) -> str:
 def _task_prolog(variables: Mapping[str, Mapping[str, str]]) -> str:
     """What it prints, Slurm puts into the environment of the task that it is about to start."""
     lines = ["#!/bin/sh", "case $SLURMD_NODENAME in"]
-    for host, own in variables.items():
-        said = "; ".join(f"echo export {name}={value}" for name, value in own.items())
+    for host, own_variables in variables.items():
+        said = "; ".join(f"echo export {name}={value}" for name, value in own_variables.items())
         lines.append(f"{host}) {said};;")
     return "\n".join([*lines, "esac"]) + "\n"
 
@@ -100,6 +100,6 @@ def daemons(directory: Path, order: Sequence[str], env: Mapping[str, str]) -> li
     munge = [munged, "--foreground", "--force", f"--key-file={directory}/munge.key", f"--socket={_MUNGE}",
              *(f"--{kind}-file=/run/munge/munged.{kind}" for kind in ("pid", "log", "seed"))]
     after = f'until [ -S {_MUNGE} ]; do sleep 0.02; done; exec "$0" "$@"'  # they ask munge at once
-    found = [Program(host, munge, env) for host in (LOGIN, *order)]
-    found.append(Program(LOGIN, ["sh", "-c", after, slurmctld, "-D", "-i"], env))
-    return found + [Program(host, ["sh", "-c", after, slurmd, "-D", "-N", host], env) for host in order]
+    programs = [Program(host, munge, env) for host in (LOGIN, *order)]
+    programs.append(Program(LOGIN, ["sh", "-c", after, slurmctld, "-D", "-i"], env))
+    return programs + [Program(host, ["sh", "-c", after, slurmd, "-D", "-N", host], env) for host in order]

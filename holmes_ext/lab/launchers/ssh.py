@@ -29,14 +29,14 @@ def configure(directory: Path, variables: Mapping[str, Mapping[str, str]]) -> No
         f"no\n UserKnownHostsFile /dev/null\n GlobalKnownHostsFile /dev/null\n LogLevel ERROR\n")
     # sshd lets nobody in whose account is locked
     (directory / "shadow").write_text("root:*:19000:0:99999:7:::\n")
-    for host, own in variables.items():
+    for host, own_variables in variables.items():
         (directory / f"sshd_config.{host}").write_text("\n".join([
             f"Port {PORT}", f"HostKey {directory}/host_key", f"AuthorizedKeysFile {directory}/key.pub",
             "StrictModes no", "UsePAM no", "PasswordAuthentication no", "PermitRootLogin prohibit-password",
             "PidFile none", "UseDNS no", "PrintMotd no", "PrintLastLog no", "MaxStartups 200",
             "MaxSessions 200",
             "SetEnv " + " ".join(_quoted(f"{name}={value}")
-                                 for name, value in {**own, **_NO_BASHRC}.items()), ""]))
+                                 for name, value in {**own_variables, **_NO_BASHRC}.items()), ""]))
 
 
 def _quoted(text: str) -> str:

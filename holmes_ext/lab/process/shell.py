@@ -36,25 +36,25 @@ def running(host: str, directory: str | None = None) -> Host:
         where = f"{directory}: no lab runs there" if directory else "no lab of yours runs"
         raise HolmesError(
             f"{where}; start one with `holmes lab run`, or one for this shell with --cluster FILE")
-    found = {path: hosts[host] for path, hosts in labs.items() if host in hosts}
-    if not found:
+    holders = {path: hosts[host] for path, hosts in labs.items() if host in hosts}
+    if not holders:
         names = some_of([name for hosts in labs.values() for name in hosts])
         raise HolmesError(f"no lab that runs has a host {host!r}; there are {names}")
-    if len(found) > 1:
-        which = " or ".join(map(str, found))
-        raise HolmesError(f"{len(found)} labs have a host {host!r}; say which with --lab {which}")
-    return next(iter(found.values()))
+    if len(holders) > 1:
+        which = " or ".join(map(str, holders))
+        raise HolmesError(f"{len(holders)} labs have a host {host!r}; say which with --lab {which}")
+    return next(iter(holders.values()))
 
 
 def _hosts(directory: Path) -> dict[str, Host]:
     """By name; empty where no lab is complete there."""
     try:
-        told = json.loads((directory / "state.json").read_text()).get("hosts", {})
+        hosts = json.loads((directory / "state.json").read_text()).get("hosts", {})
     except (OSError, ValueError):
         return {}
     slurm = directory / "launchers" / "slurm.conf"
     more = {"SLURM_CONF": str(slurm)} if slurm.exists() else {}
-    return {name: Host(pid, {**variables, **more}) for name, ((pid, start), variables) in told.items()
+    return {name: Host(pid, {**variables, **more}) for name, ((pid, start), variables) in hosts.items()
             if state.identity(pid) == [pid, start]}
 
 
@@ -85,8 +85,8 @@ def _enter_and_run(holder: int, argv: Sequence[str], env: Mapping[str, str], tro
     try:
         namespaces.die_with_parent()
         try:
-            own = os.stat("/proc/self/ns/user").st_ino == os.stat(f"/proc/{holder}/ns/user").st_ino
-            namespaces.enter(holder, (*(() if own else ("user",)), "pid", "net", "uts", "mnt"))
+            same_user = os.stat("/proc/self/ns/user").st_ino == os.stat(f"/proc/{holder}/ns/user").st_ino
+            namespaces.enter(holder, (*(() if same_user else ("user",)), "pid", "net", "uts", "mnt"))
             child = os.fork()
             if child == 0:
                 namespaces.die_with_parent()

@@ -77,19 +77,19 @@ def ticket(secret: str, job: str, incarnation: str) -> str:
 
 def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRange:
     """From the flags, or HOLMES_JOIN_PORT. HolmesError where they cannot be read."""
-    host, told = "", 0
+    host, advertised = "", 0
     if address:
         try:
-            host, told = split_address(address, 0)
+            host, advertised = split_address(address, 0)
         except ValueError as error:
             raise HolmesError(f"--holmes-join-address: {error}") from None
     if not ports and (first := environ.get("HOLMES_JOIN_PORT")):
         begin = _port(first, "HOLMES_JOIN_PORT") + _local_rank(environ)
-        return PortRange((begin, begin), host, told and told + _local_rank(environ))
+        return PortRange((begin, begin), host, advertised and advertised + _local_rank(environ))
     if ports == "none":
         return PortRange(None)
     if ports in ("", "any"):
-        if told:
+        if advertised:
             raise HolmesError(f"--holmes-join-address {address}: a port there needs --holmes-join-ports")
         return PortRange((0, 0), host)
     first, dash, last = ports.partition("-")
@@ -97,7 +97,7 @@ def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRang
     end = _port(last, "--holmes-join-ports") if dash else begin
     if begin > end:
         raise HolmesError(f"--holmes-join-ports {ports}: the first is greater than the last")
-    return PortRange((begin, end), host, told)
+    return PortRange((begin, end), host, advertised)
 
 
 def _port(text: str, source: str) -> int:

@@ -58,7 +58,7 @@ def place_of(address: JoinAddress, token: str, options: Options) -> JoinPlace:
 
 def weights_of(shards: Any) -> Weights:
     """Of what a patch tells (training.WeightShards)."""
-    tensors = [Tensor(*one) for one in shards.tensors]
+    tensors = [Tensor(*tensor) for tensor in shards.tensors]
     starts = row_of(tensors)
     parts = [Part(starts[name] + first, values) for name, first, values in shards.parts]
     return Weights(shards.position, tensors, parts, shards.moved)
@@ -90,8 +90,8 @@ def join(
     maps = _maps(job, everyone, settings, job_ranks)
     replicas, group = _replicas(everyone, job_ranks.rank)
     _refuse_odd_holdings(job, here, everyone, replicas, job_ranks)
-    own = maps[here.position]
-    state = OuterState(settings, here, own, job_ranks.rank)
+    ranges_here = maps[here.position]
+    state = OuterState(settings, here, ranges_here, job_ranks.rank)
     secret = job_ranks.from_first(os.urandom(16).hex())
     identity = RankIdentity(job, incarnation_of(secret), job_ranks.rank, secret)
     links: PeerLinks = job_ranks.together(lambda: _links(place, identity, state))
@@ -99,7 +99,7 @@ def join(
     names = job_ranks.from_all(here.named())
     client = None
     if job_ranks.rank == 0:
-        first = {one["position"]: rank for rank, one in reversed(list(enumerate(everyone)))}
+        first = {entry["position"]: rank for rank, entry in reversed(list(enumerate(everyone)))}
         rows = {f"weights at {position}": names[rank] for position, rank in first.items()}
         fixed = {
             "agreed": {"outer": settings.agreed(), **rows, **agreed},
@@ -120,8 +120,9 @@ def join(
     coordinator = CoordinatorLink(client, job_ranks, settings.timeout)
     rolling = settings.rounds == "async"
     runner = RollingRunner if rolling else RoundRunner
-    rounds = runner(settings, state, own, job_ranks, links, coordinator, job)
-    arguments = settings, here, state, rounds, Replicas(own, replicas, group, device), on_round, written
+    rounds = runner(settings, state, ranges_here, job_ranks, links, coordinator, job)
+    gathered = Replicas(ranges_here, replicas, group, device)
+    arguments = settings, here, state, rounds, gathered, on_round, written
     if rolling:
         boundary = JobRanks(dist.new_group(backend="gloo", timeout=_CONTROL) if many else None)
         loop: OuterLoop = RollingLoop(*arguments, boundary=boundary)
@@ -148,13 +149,13 @@ def _maps(
 ) -> dict[str, list[RankRange]]:
     """By position, who exchanges what."""
     maps = {}
-    for position in dict.fromkeys(one["position"] for one in everyone):
-        there = {rank: one for rank, one in enumerate(everyone) if one["position"] == position}
-        if len({one["digest"] for one in there.values()}) > 1:
+    for position in dict.fromkeys(row["position"] for row in everyone):
+        there = {rank: row for rank, row in enumerate(everyone) if row["position"] == position}
+        if len({row["digest"] for row in there.values()}) > 1:
             job_ranks.refuse(
                 f"the ranks of job {job} at {position} hold weights of different names or shapes;"
                              f" {PARALLEL}")  # fmt: skip
-        holdings = {rank: [(a, b) for a, b in one["holdings"]] for rank, one in there.items()}
+        holdings = {rank: [(a, b) for a, b in row["holdings"]] for rank, row in there.items()}
         total = next(iter(there.values()))["total"]
         maps[position] = owners(total, fragment_cuts(total, settings.fragments), holdings)
     return maps
@@ -173,22 +174,22 @@ def _refuse_odd_holdings(
 
 
 def _flat(ranges: list[RankRange]) -> list[int]:
-    return [number for one in ranges for number in (one.start, one.stop, one.rank)]
+    return [number for span in ranges for number in (span.start, span.stop, span.rank)]
 
 
 def _shares_some(everyone: list[dict[str, Any]]) -> int | None:
     """A rank that holds elements which a rank with other holdings has, too; None: there is none."""
     seen: set[str] = set()
     ranges: dict[str, list[tuple[int, int, int]]] = {}
-    for rank, one in enumerate(everyone):
-        if (key := json.dumps([one["position"], one["holdings"]])) not in seen:
+    for rank, row in enumerate(everyone):
+        if (key := json.dumps([row["position"], row["holdings"]])) not in seen:
             seen.add(key)
-            ranges.setdefault(one["position"], []).extend(
-                (start, stop, rank) for start, stop in one["holdings"]
+            ranges.setdefault(row["position"], []).extend(
+                (start, stop, rank) for start, stop in row["holdings"]
             )
-    for found in ranges.values():
-        found.sort()
-        for (_, stop, _), (start, _, rank) in pairwise(found):
+    for held in ranges.values():
+        held.sort()
+        for (_, stop, _), (start, _, rank) in pairwise(held):
             if start < stop:
                 return rank
     return None
@@ -197,8 +198,8 @@ def _shares_some(everyone: list[dict[str, Any]]) -> int | None:
 def _replicas(everyone: list[dict[str, Any]], rank: int) -> tuple[list[int], dist.ProcessGroup | None]:
     """The ranks that hold the same, and their group; all ranks make all groups, in one order."""
     sets: dict[str, list[int]] = {}
-    for one, its in enumerate(everyone):
-        sets.setdefault(json.dumps([its["position"], its["holdings"]]), []).append(one)
+    for other, row in enumerate(everyone):
+        sets.setdefault(json.dumps([row["position"], row["holdings"]]), []).append(other)
     mine, group = [rank], None
     for ranks in sets.values():
         made = dist.new_group(ranks) if len(ranks) > 1 else None

@@ -102,8 +102,8 @@ class OuterLoop:
         parts = None
         if self.settings.mix == "keep" and self.settings.delay and self.algorithm.keeps_progress:
             parts = [
-                Part(one.start, one.values.to("cpu", torch.float32, copy=True))
-                for one in self.weights.held(fragment.start, fragment.stop)
+                Part(part.start, part.values.to("cpu", torch.float32, copy=True))
+                for part in self.weights.held(fragment.start, fragment.stop)
             ]
         in_flight = InFlight(self.number, index, gradient, fragment.version, self._tokens, self.steps)
         in_flight.period = self._wanted_period()
@@ -162,7 +162,7 @@ class OuterLoop:
 
     def _is_pending(self, in_flight: InFlight) -> bool:
         pending = self.state.fragments[in_flight.fragment].pending
-        return any(one.number == in_flight.number for one in pending)
+        return any(step.number == in_flight.number for step in pending)
 
     def _result_of(self, in_flight: InFlight) -> RoundResult:
         """Every wait of a round ends (round_runner.py); what its thread raised is raised here."""
@@ -206,7 +206,7 @@ class OuterLoop:
                 "period": self.period,
                 "in_period": self.in_period,
                 "tokens": self._tokens,
-                "carried": {str(index): one for index, one in self._carried.items()},
+                "carried": {str(index): gradient for index, gradient in self._carried.items()},
                 "submitted": self._saved_submitted(),
                 "state": self.state.to_dict(pending=self.settings.rounds == "sync"),
             }
@@ -225,7 +225,7 @@ class OuterLoop:
                     "base": in_flight.base,
                     "step": in_flight.step,
                     "outcome": asdict(outcome),
-                    "parts": None if sent.parts is None else [[one.start, one.values] for one in sent.parts],
+                    "parts": sent.parts and [[part.start, part.values] for part in sent.parts],
                 }
             )
         return submitted
@@ -240,25 +240,26 @@ class OuterLoop:
         for name in ("number", "steps", "period", "in_period"):
             setattr(self, name, saved[name])
         self._tokens = saved["tokens"]
-        self._carried = {int(index): one for index, one in saved["carried"].items()}
+        self._carried = {int(index): gradient for index, gradient in saved["carried"].items()}
         self._submitted = {}
-        for one in saved["submitted"]:
+        for sent in saved["submitted"]:
             in_flight = InFlight(
-                one["number"], one["fragment"], one["gradient"], one["base"], 0.0, one["step"]
+                sent["number"], sent["fragment"], sent["gradient"], sent["base"], 0.0, sent["step"]
             )
-            in_flight.end(RoundResult(**one["outcome"]))
-            parts = None if one["parts"] is None else [Part(start, values) for start, values in one["parts"]]
+            in_flight.end(RoundResult(**sent["outcome"]))
+            parts = sent["parts"] and [Part(start, values) for start, values in sent["parts"]]
             self._submitted[in_flight.fragment] = _Sent(in_flight, parts)
 
     def begin(self) -> str:
         """Enter the run; collective. A line for the banner; HolmesError: coordinator or jobs refuse."""
         numbers = self.rounds.job_ranks.from_all([self.number, self.steps])
-        if any(one != numbers[0] for one in numbers):
+        if any(others != numbers[0] for others in numbers):
             raise HolmesError(
                 f"the ranks of job {self.rounds.job} loaded outer state of different rounds"
                 f" ({sorted(map(tuple, numbers))}); load one checkpoint"
             )
-        outcome = self.rounds.enter(max(self.number, *(one.version for one in self.state.fragments)))
+        versions = [fragment.version for fragment in self.state.fragments]
+        outcome = self.rounds.enter(max(self.number, *versions))
         self.number = outcome.round
         for index in outcome.fragments:
             self._write(index, None)
@@ -275,5 +276,5 @@ class OuterLoop:
 
 def _cut(parts: list[Part], start: int, stop: int) -> torch.Tensor:
     """Values of elements [start, stop), which lie in one of the parts."""
-    found = next(one for one in parts if one.start <= start and stop <= one.stop)
-    return found.values[start - found.start : stop - found.start]
+    whole = next(part for part in parts if part.start <= start and stop <= part.stop)
+    return whole.values[start - whole.start : stop - whole.start]

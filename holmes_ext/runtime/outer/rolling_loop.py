@@ -68,14 +68,14 @@ class RollingLoop(OuterLoop):
         count = self._boundary.from_first(self.rounds.ended)
         results = self.rounds.results_until(count)
         exposed = time.monotonic() - begin
-        for own, result in results:
-            self._apply(own, result)
+        for sent, result in results:
+            self._apply(sent, result)
             self._on_round(Record(result.round, (result.fragments or [0])[0], self.steps, exposed, result))
             exposed = 0.0
         super().new_period()
 
     @torch.no_grad()
-    def _apply(self, own: InFlight | None, result: RoundResult) -> None:
+    def _apply(self, sent: InFlight | None, result: RoundResult) -> None:
         left_out = self.rounds.job in result.left_out
         if result.verdict == "commit":
             (index,) = result.fragments
@@ -83,8 +83,8 @@ class RollingLoop(OuterLoop):
             before = fragment.anchor.clone()
             self.state.apply(fragment)
             move = fragment.anchor - before
-            if own is not None and result.members.get(self.rounds.job, 0) > 0:
-                move += own.gradient
+            if sent is not None and result.members.get(self.rounds.job, 0) > 0:
+                move += sent.gradient
                 self._submitted.pop(index, None)
             if left_out:
                 self._follow(index)

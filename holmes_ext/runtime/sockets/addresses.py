@@ -47,10 +47,10 @@ def address_text(host: str, port: int) -> str:
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address that `host` is, as IPv4 where it is mapped into IPv6; None for a name."""
     try:
-        found = ipaddress.ip_address(host.partition("%")[0])
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def peer_host(connection: socket.socket) -> str:
@@ -61,15 +61,15 @@ def peer_host(connection: socket.socket) -> str:
 
 def network_of(host: str) -> str:
     """What one caller can have many addresses of: the /64 of an IPv6 address; of IPv4 the address alone."""
-    found = ip_of(host)
-    if isinstance(found, ipaddress.IPv6Address):
-        return str(ipaddress.IPv6Network((found, _ONE_SITE), strict=False))
+    address = ip_of(host)
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(ipaddress.IPv6Network((address, _ONE_SITE), strict=False))
     return host
 
 
 def is_loopback(host: str) -> bool:
-    found = ip_of(host)
-    return found is not None and found.is_loopback
+    address = ip_of(host)
+    return address is not None and address.is_loopback
 
 
 def stays_on_host(connection: socket.socket) -> bool:

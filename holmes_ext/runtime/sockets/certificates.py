@@ -49,10 +49,10 @@ def own_contexts(key: bytes) -> TlsContexts:
 
 def site_contexts(certificate: str, authority: str) -> TlsContexts:
     """From files. HolmesError names the one that cannot be used."""
-    own = read_text(certificate, "--holmes-join-certificate names a PEM file")
+    chain = read_text(certificate, "--holmes-join-certificate names a PEM file")
     trusted = read_text(authority, "--holmes-join-ca names a PEM file")
     try:
-        with _memory_file(own.encode()) as file:
+        with _memory_file(chain.encode()) as file:
             return _contexts(file, trusted)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = f"--holmes-join-certificate {certificate} and --holmes-join-ca {authority}"
@@ -106,9 +106,9 @@ def _make(key: bytes) -> tuple[bytes, bytes, bytes]:
     authority_key = ec.derive_private_key(number % (_P256_ORDER - 1) + 1, curve)
     own_key = ec.generate_private_key(curve)
     authority = _signed(authority_key, authority_key.public_key(), is_authority=True)
-    own = _signed(authority_key, own_key.public_key(), is_authority=False)
+    certificate = _signed(authority_key, own_key.public_key(), is_authority=False)
     form, lock = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return authority, own, own_key.private_bytes(serialization.Encoding.PEM, form, lock)
+    return authority, certificate, own_key.private_bytes(serialization.Encoding.PEM, form, lock)
 
 
 def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:

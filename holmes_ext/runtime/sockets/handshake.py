@@ -186,15 +186,15 @@ def answer(
         raise Refused("it does not encrypt, and this run does")
     challenge = secrets.token_hex(16)
     channel.send({"holmes": VERSION, "challenge": challenge}, deadline)
-    told = _receive(channel, "it", deadline)
-    text = str(told.get("purpose"))
+    proven = _receive(channel, "it", deadline)
+    text = str(proven.get("purpose"))
     try:
         purpose = unpack(text.encode())
     except ValueError as error:
         raise NotHolmes(f"its purpose cannot be read: {error}") from None
     facts = _facts(str(hello.get("challenge")), challenge, text, theirs, ours)
     key = credentials.derived(secret_for(purpose))
-    if not hmac.compare_digest(str(told.get("proof")).encode(), _proof(key, "caller", facts).encode()):
+    if not hmac.compare_digest(str(proven.get("proof")).encode(), _proof(key, "caller", facts).encode()):
         channel.send({"error": WRONG_TOKEN}, deadline)
         raise Refused("it does not know the token")
     channel.send({"proof": _proof(key, "listener", facts)}, deadline)

@@ -100,10 +100,9 @@ class CoordinatorClient:
 
     def connect(self, purpose: str, deadline: Deadline) -> Channel:
         """OSError, Refused."""
-        told = {"purpose": purpose, "job": self.job, "incarnation": self.incarnation, "secret": self._secret}
-        return call(
-            *self._where, self._credentials, told, deadline.part(HANDSHAKE_S, "the coordinator's handshake")
-        )
+        identity = {"job": self.job, "incarnation": self.incarnation, "secret": self._secret}
+        part = deadline.part(HANDSHAKE_S, "the coordinator's handshake")
+        return call(*self._where, self._credentials, {"purpose": purpose, **identity}, part)
 
     def _exchange(self, document: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Refused when the answer is an error."""

@@ -26,8 +26,8 @@ def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> C
         version = statistics.median_high(statistics.multimode(claim.version for claim in possible))
     else:
         version = max(claim.version for claim in possible)
-    told = [claim.checksum for claim in possible if claim.version == version and claim.checksum]
-    return Claim(version, Counter(told).most_common(1)[0][0] if told else "")
+    checksums = [claim.checksum for claim in possible if claim.version == version and claim.checksum]
+    return Claim(version, Counter(checksums).most_common(1)[0][0] if checksums else "")
 
 
 def same(claim: Claim, other: Claim) -> bool:
@@ -67,17 +67,17 @@ def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 def differing(digests: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """votes for voted_out(), from what each job got of each other one: who got something else accuses the
     sender."""
-    found: dict[str, dict[str, str]] = {name: {} for name in digests}
-    for sender in {name for told in digests.values() for name in told}:
-        values = {name: told[sender] for name, told in digests.items() if sender in told}
+    votes: dict[str, dict[str, str]] = {name: {} for name in digests}
+    for sender in {name for received in digests.values() for name in received}:
+        values = {name: received[sender] for name, received in digests.items() if sender in received}
         usual = Counter(values.values()).most_common(1)[0][0]
         for name, value in values.items():
             if value != usual and name != sender:
-                found[name][sender] = "what it sent to one is not what it sent to others"
+                votes[name][sender] = "what it sent to one is not what it sent to others"
             elif value != usual:  # its own account of what it sent is another one than all others got
                 for other in values:
-                    found[other][sender] = "what it sent is not what it says"
-    return found
+                    votes[other][sender] = "what it sent is not what it says"
+    return votes
 
 
 def middle(documents: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -86,4 +86,4 @@ def middle(documents: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for document in documents:
         for name, value in document.items():
             values[name].append(value)
-    return {name: statistics.median_low(found) for name, found in values.items()}
+    return {name: statistics.median_low(numbers) for name, numbers in values.items()}

@@ -58,20 +58,20 @@ class Member:
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str:
     """What a new job has otherwise than `name`, key by key (of documents one deeper too); "": nothing."""
-    found = []
+    differences = []
     for key in sorted({*ours, *theirs}):
         here, there = ours.get(key), theirs.get(key)
         if here == there:
             continue
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             parts = [part for part in sorted({*here, *there}) if here.get(part) != there.get(part)]
-            found += [
+            differences += [
                 f"{key} {part} ({_short(here, part)} here, {_short(there, part)} in {name})" for part in parts
             ]
         else:
-            found.append(f"{key} ({here!r:.80} here, {there!r:.80} in {name})")
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    return ", ".join(found[:4]) + more
+            differences.append(f"{key} ({here!r:.80} here, {there!r:.80} in {name})")
+    more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+    return ", ".join(differences[:4]) + more
 
 
 def _short(table: Mapping[str, Any], key: str) -> str:

@@ -51,19 +51,19 @@ class Membership:
         self._order = 0
         self._secret = secrets.token_bytes(32)
 
-    def hello(self, name: str, incarnation: str, told: Hello, now: float) -> Reply | None:
+    def hello(self, name: str, incarnation: str, hello: Hello, now: float) -> Reply | None:
         """None while another job of this name may only seem to be there (no power, a cut link): a heartbeat
         tells within HEARTBEAT_S that it lives, look() that it is gone."""
         old = self.members.get(name)
         if old is not None and old.state != "gone" and old.incarnation != incarnation:
             self._wait_for_rival(old, incarnation, now)
             return None
-        self._refuse_what_differs(name, told)
-        if told.entered and told.round > self.number and self._may_be_restarted(name, now):
+        self._refuse_what_differs(name, hello)
+        if hello.entered and hello.round > self.number and self._may_be_restarted(name, now):
             self.forget_rounds()
         self._order += 1
-        new = Member(name, incarnation, told, list(told.claims), self._order, now, now)
-        if told.entered:  # it lost the connection, or the coordinator was restarted
+        new = Member(name, incarnation, hello, list(hello.claims), self._order, now, now)
+        if hello.entered:  # it lost the connection, or the coordinator was restarted
             new.state, new.current = "in", not self.committed
             if old is not None and old.incarnation == incarnation:
                 new.state, new.order, new.rounds, new.missed = "late", old.order, old.rounds, old.missed
@@ -74,13 +74,13 @@ class Membership:
         self._forget_gone()
         self._awaited.pop(name, None)
         if not self.committed:
-            rounds = [one.hello.round for one in self._present()]
+            rounds = [member.hello.round for member in self._present()]
             self.number = min(max(self.number, *rounds), statistics.median_low(rounds) + _AHEAD)
         if now - self.started < self._patience_for_peers_s():
-            for peer in told.peers:
+            for peer in hello.peers:
                 if peer not in self.members and len(self._awaited) < MOST_JOBS**2:
                     self._awaited.setdefault(peer, now)
-        self.events.append(f"job {name} is here ({len(told.addresses)} ranks, {new.state})")
+        self.events.append(f"job {name} is here ({len(hello.addresses)} ranks, {new.state})")
         return {"verdict": "hello", "round": self.number, "state": new.state}
 
     def _may_be_restarted(self, name: str, now: float) -> bool:
@@ -145,11 +145,12 @@ class Membership:
     def maps_of(self, asks: str, name: str) -> Reply:
         """What job `asks` must know of job `name` to exchange with it."""
         self.member(asks)
-        one = self.members.get(name)
-        if one is None:
+        member = self.members.get(name)
+        if member is None:
             return {"verdict": "void", "why": f"there is no job {name} any more"}
-        told = {"incarnation": one.incarnation, "maps": one.hello.maps, "addresses": one.hello.addresses}
-        return {"verdict": "maps", **told}
+        hello = member.hello
+        return {"verdict": "maps", "incarnation": member.incarnation, "maps": hello.maps,
+                "addresses": hello.addresses}
 
     def salt(self, *of: object) -> str:
         """What nobody can know before it is told."""
@@ -178,15 +179,15 @@ class Membership:
             for other in others:
                 if same(other.claims[fragment], truth):
                     donors.setdefault(other.name, []).append(fragment)
-        trusted = {name: found for name, found in donors.items() if name not in member.avoids} or donors
+        trusted = {name: donors[name] for name in donors if name not in member.avoids} or donors
         if not trusted:
             return None
         name = max(trusted, key=lambda name: (len(trusted[name]), -self.members[name].order))
         donor, fragments = self.members[name], trusted[name]
         member.took.update(dict.fromkeys(fragments, name))
-        told: Reply = {"from": name, "incarnation": donor.incarnation, "fragments": fragments}
-        told["versions"] = [donor.claims[fragment].version for fragment in fragments]
-        return {"verdict": "behind", "round": self.number, **told}
+        reply: Reply = {"from": name, "incarnation": donor.incarnation, "fragments": fragments}
+        reply["versions"] = [donor.claims[fragment].version for fragment in fragments]
+        return {"verdict": "behind", "round": self.number, **reply}
 
     def claim(self, member: Member, claims: Iterable[Claim]) -> None:
         """What a job says that it has. HolmesError: a version that cannot exist, unless from a run that is
@@ -243,14 +244,14 @@ class Membership:
         if old.heard > old.rivals[incarnation]:
             raise HolmesError(f"there is a job named {old.name!r} in this run already; join by another name")
 
-    def _refuse_what_differs(self, name: str, told: Hello) -> None:
+    def _refuse_what_differs(self, name: str, hello: Hello) -> None:
         others = [other for other in self._present() if other.name != name]
         if len(others) >= MOST_JOBS:
             raise HolmesError(f"job {name!r} cannot join: there are {len(others)} jobs already")
         for other in others:
-            if text := difference(told.agreed, other.hello.agreed, other.name):
+            if text := difference(hello.agreed, other.hello.agreed, other.name):
                 raise HolmesError(f"job {name!r} cannot join: it differs from job {other.name!r} in {text}")
-            if told.totals != other.hello.totals or len(told.claims) != len(other.claims):
+            if hello.totals != other.hello.totals or len(hello.claims) != len(other.claims):
                 raise HolmesError(
                     f"job {name!r} cannot join: it has other numbers of elements than job {other.name!r}"
                 )

@@ -67,8 +67,8 @@ class PeerRelay:
         with self._changed:
             lines, self._lines = list(self._lines.values()), {}
             for pair in self._pairs:
-                for one in pair:
-                    _shut(one, socket.SHUT_RDWR)
+                for end in pair:
+                    _shut(end, socket.SHUT_RDWR)
         for line in lines:
             line.over.set()
 
@@ -92,8 +92,9 @@ class PeerRelay:
         answer, line = "", None
         deadline = Deadline(WAIT_S, "a standing line")
         while not answer and (line := self._taken(key, deadline)) is not None:
-            told = {key: str(purpose.get(key, ""))[:300] for key in ("call", "job", "incarnation", "address")}
-            answer = _asked(line, told)
+            keys = "call", "job", "incarnation", "address"
+            question = {name: str(purpose.get(name, ""))[:300] for name in keys}
+            answer = _asked(line, question)
             if not answer:
                 line.over.set()
         if line is None:
@@ -215,10 +216,10 @@ def _key(*names: object) -> str:
     return " ".join(str(name)[:64] for name in names)
 
 
-def _asked(line: _Line, told: Mapping[str, str]) -> str:
+def _asked(line: _Line, question: Mapping[str, str]) -> str:
     """ "reversed" or "relay"; "" where the line is dead."""
     try:
-        line.channel.send(dict(told), Deadline(_TELL_S, "a call"))
+        line.channel.send(dict(question), Deadline(_TELL_S, "a call"))
         return str(line.channel.receive(Deadline(ANSWER_S, "an answer to a call")).get("answer"))
     except OSError:
         return ""

@@ -9,9 +9,9 @@ HolmesError, and its job is dropped. Needs no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
 
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
@@ -19,6 +19,7 @@ from holmes_ext.runtime.outer.address import is_name
 from holmes_ext.runtime.sockets.addresses import split_address
 from holmes_ext.runtime.sockets.handshake import printable
 
+T = TypeVar("T")
 #: Of whole numbers (versions, rounds, elements): what no run reaches.
 MOST = 2**60
 _MOST_TOKENS, _MOST_NORM = 1e18, 1e30
@@ -27,6 +28,50 @@ _DEEPEST, _LONGEST_TEXT = 4, 2**16
 #: Of a line for the log.
 _LINE = 300
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
+
+
+def _told(read: Callable[..., Any], *limits: Any, **given: Any) -> Any:
+    """A field that read(table, key, *limits) takes from a document; given: of dataclasses.field()."""
+    return field(metadata={"read": read, "limits": limits}, **given)
+
+
+def _read(cls: type[T], table: Table, **made: Any) -> T:
+    """A report of `table`: what is not `made` is read as its field says, or has its default."""
+    for item in fields(cls):  # type: ignore[arg-type]
+        needed = item.default is MISSING and item.default_factory is MISSING
+        if item.name not in made and (needed or item.name in table.values):
+            made[item.name] = item.metadata["read"](table, item.name, *item.metadata["limits"])
+    return cls(**made)
+
+
+def _number(table: Table, key: str, least: int, most: int) -> int:
+    value: int = table.take(key, int)
+    if not least <= value <= most:
+        raise HolmesError(f"{table.at(key)}: {value} is not {least} to {most}")
+    return value
+
+
+def _real(table: Table, key: str, most: float) -> float:
+    value = float(table.take(key, float))
+    if not 0 <= value <= most:
+        raise HolmesError(f"{table.at(key)}: {value:g} is not 0 to {most:g}")
+    return value
+
+
+def _line(table: Table, key: str) -> str:
+    return printable(table.take(key, str), _LINE)
+
+
+def _checksum(table: Table, key: str) -> str:
+    text: str = table.take(key, str)
+    if text and not _CHECKSUM.fullmatch(text):
+        raise HolmesError(f"{table.at(key)}: {text!r:.40} is not 16 hexadecimal digits")
+    return text
+
+
+def _by_job(table: Table, key: str, read: Callable[[Table, str], Any]) -> dict[str, Any]:
+    values = table.table(key)
+    return {name: read(values, name) for name in values.values}
 
 
 @dataclass(frozen=True)
@@ -47,10 +92,10 @@ class Hello:
     maps: Mapping[str, tuple[int, ...]]
     addresses: tuple[str, ...]
     claims: tuple[Claim, ...]
-    min: int
-    timeout: float
-    round: int = 0
-    entered: bool = False
+    min: int = _told(_number, 1, 64)
+    timeout: float = _told(_real, 86400.0)
+    round: int = _told(_number, 0, MOST, default=0)
+    entered: bool = _told(Table.take, bool, default=False)
     peers: tuple[str, ...] = ()
 
     @property
@@ -64,14 +109,14 @@ class ReadyReport:
     """norm: of the pseudo-gradient as it will be sent; None: it does not count, and `why`. salted: the
     fragment's checksum with the salt of `salt_round`."""
 
-    round: int
+    round: int = _told(_number, 1, MOST)
     fragment: int
     claims: tuple[Claim, ...]
-    tokens: float
-    norm: float | None = None
-    why: str = ""
-    salted: str = ""
-    salt_round: int = 0
+    tokens: float = _told(_real, _MOST_TOKENS)
+    norm: float | None = _told(_real, _MOST_NORM, default=None)
+    why: str = _told(_line, default="")
+    salted: str = _told(_checksum, default="")
+    salt_round: int = _told(_number, 0, MOST, default=0)
 
 
 @dataclass(frozen=True)
@@ -80,10 +125,10 @@ class Offer:
     applied; the rest: as of ReadyReport."""
 
     fragment: int
-    tokens: float
-    norm: float | None = None
-    why: str = ""
-    slack_s: float = 0.0
+    tokens: float = _told(_real, _MOST_TOKENS)
+    norm: float | None = _told(_real, _MOST_NORM, default=None)
+    why: str = _told(_line, default="")
+    slack_s: float = _told(_real, 86400.0, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -98,22 +143,23 @@ class NextReport:
 class DoneReport:
     """unreached: jobs with which the exchange failed; faults: jobs whose data cannot be used, and why."""
 
-    round: int
-    attempt: int
-    unreached: tuple[str, ...] = ()
-    faults: Mapping[str, str] = field(default_factory=dict)
+    round: int = _told(_number, 1, MOST)
+    attempt: int = _told(_number, 0, MOST)
+    unreached: tuple[str, ...] = _told(Table.list, str, default=())
+    faults: Mapping[str, str] = _told(_by_job, _line, default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CheckedReport:
     """digests: salted sums of what came, by job; factors: of each job's pseudo-gradient in the aggregate."""
 
-    round: int
-    attempt: int
-    check: int
-    digests: Mapping[str, str]
-    factors: Mapping[str, float]
-    gap: float = 1.0
+    round: int = _told(_number, 1, MOST)
+    attempt: int = _told(_number, 0, MOST)
+    check: int = _told(_number, 0, MOST)
+    digests: Mapping[str, str] = _told(_by_job, _checksum, default_factory=dict)
+    factors: Mapping[str, float] = _told(
+        _by_job, lambda table, key: float(table.take(key, float)), default_factory=dict)
+    gap: float = _told(lambda table, key: max(1.0, _real(table, key, 1e30)), default=1.0)
 
 
 #: What `holmes join status` shows of a heartbeat.
@@ -121,119 +167,70 @@ TELEMETRY = ("round", "step", "steps_per_second", "bits_per_second", "drift")
 
 
 def hello_from(document: dict[str, Any]) -> Hello:
-    told = Table(document, "the hello of a job")
-    addresses = told.list("addresses", str)
+    hello = Table(document, "the hello of a job")
+    addresses = hello.list("addresses", str)
     if not addresses:
-        raise HolmesError(f"{told.at('addresses')} is empty")
+        raise HolmesError(f"{hello.at('addresses')} is empty")
     for address in filter(None, addresses):
         try:
             split_address(address)
         except ValueError as error:
-            raise HolmesError(f"{told.at('addresses')}: {error}") from None
-    maps = told.table("maps")
-    made = {
-        position: _ranges(maps, position, len(addresses))
-        for position in maps.values
-        if _is_line(position, maps)
-    }
-    if not made:
-        raise HolmesError(f"{told.at('maps')} is empty")
-    peers = told.list("peers", str, ())
+            raise HolmesError(f"{hello.at('addresses')}: {error}") from None
+    maps = hello.table("maps")
+    ranges = {position: _ranges(maps, position, len(addresses)) for position in maps.values
+              if _is_line(position, maps)}  # fmt: skip
+    if not ranges:
+        raise HolmesError(f"{hello.at('maps')} is empty")
+    peers = hello.list("peers", str, ())
     if not all(map(is_name, peers)):
-        raise HolmesError(f"{told.at('peers')}: names of jobs are letters, digits, '-', '_' and '.'")
-    return Hello(
-        agreed=_plain(told.table("agreed").values, told.at("agreed")),
-        maps=made,
-        addresses=addresses,
-        claims=_claims(told),
-        min=_number(told, "min", 1, 64),
-        timeout=_real(told, "timeout", 86400.0),
-        round=_number(told, "round", 0, MOST, 0),
-        entered=told.take("entered", bool, False),
-        peers=peers[:64],
-    )
+        raise HolmesError(f"{hello.at('peers')}: names of jobs are letters, digits, '-', '_' and '.'")
+    agreed = _plain(hello.table("agreed").values, hello.at("agreed"))
+    return _read(Hello, hello, agreed=agreed, maps=ranges, addresses=addresses, claims=_claims(hello),
+                 peers=peers[:64])
 
 
 def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
     """fragments: that the run has."""
-    told = Table(document, "the report of a job that is ready")
-    claims = _claims(told)
-    if len(claims) != fragments:
-        raise HolmesError(f"{told.at('versions')}: {len(claims)} fragments, but the run has {fragments}")
-    norm = None
-    if "norm" in document:
-        norm = _real(told, "norm", _MOST_NORM)
-    return ReadyReport(
-        round=_number(told, "round", 1, MOST),
-        fragment=_number(told, "fragment", 0, fragments - 1),
-        claims=claims,
-        tokens=_real(told, "tokens", _MOST_TOKENS),
-        norm=norm,
-        why=printable(told.take("why", str, ""), _LINE),
-        salted=_checksum(told, "salted"),
-        salt_round=_number(told, "salt_round", 0, MOST, 0),
-    )
+    report = Table(document, "the report of a job that is ready")
+    claims = _claims(report, fragments)
+    return _read(ReadyReport, report, claims=claims, fragment=_number(report, "fragment", 0, fragments - 1))
 
 
 def next_from(document: dict[str, Any], fragments: int) -> NextReport:
     """fragments: that the run has."""
-    told = Table(document, "the report of a job that asks for its next round")
-    claims = _claims(told)
-    if len(claims) != fragments:
-        raise HolmesError(f"{told.at('versions')}: {len(claims)} fragments, but the run has {fragments}")
-    offers = [_offer(one, fragments) for one in (told.tables("offers") or ())]
-    return NextReport(claims, {one.fragment: one for one in offers})
+    report = Table(document, "the report of a job that asks for its next round")
+    claims = _claims(report, fragments)
+    offers = [_read(Offer, offer, fragment=_number(offer, "fragment", 0, fragments - 1))
+              for offer in report.tables("offers")]
+    return NextReport(claims, {offer.fragment: offer for offer in offers})
 
 
-def _offer(told: Table, fragments: int) -> Offer:
-    return Offer(
-        fragment=_number(told, "fragment", 0, fragments - 1),
-        tokens=_real(told, "tokens", _MOST_TOKENS),
-        norm=_real(told, "norm", _MOST_NORM) if "norm" in told.values else None,
-        why=printable(told.take("why", str, ""), _LINE),
-        slack_s=_real(told, "slack_s", 86400.0, 0.0),
-    )
+def done_from(document: dict[str, Any], _: int) -> DoneReport:
+    return _read(DoneReport, Table(document, "the report of a job that is done"))
 
 
-def done_from(document: dict[str, Any]) -> DoneReport:
-    told = Table(document, "the report of a job that is done")
-    faults = told.table("faults", {})
-    return DoneReport(
-        round=_number(told, "round", 1, MOST),
-        attempt=_number(told, "attempt", 0, MOST),
-        unreached=told.list("unreached", str, ()),
-        faults={name: printable(faults.take(name, str), _LINE) for name in faults.values},
-    )
-
-
-def checked_from(document: dict[str, Any]) -> CheckedReport:
-    told = Table(document, "the report of a job that has checked")
-    digests, factors = told.table("digests", {}), told.table("factors", {})
-    return CheckedReport(
-        round=_number(told, "round", 1, MOST),
-        attempt=_number(told, "attempt", 0, MOST),
-        check=_number(told, "check", 0, MOST),
-        digests={name: _checksum(digests, name) for name in digests.values},
-        factors={name: float(factors.take(name, float)) for name in factors.values},
-        gap=max(1.0, _real(told, "gap", 1e30, 1.0)),
-    )
+def checked_from(document: dict[str, Any], _: int) -> CheckedReport:
+    return _read(CheckedReport, Table(document, "the report of a job that has checked"))
 
 
 def telemetry_from(document: dict[str, Any]) -> dict[str, float]:
     """What of a heartbeat is shown; everything else is left."""
-    told = Table(document, "the heartbeat of a job")
+    heartbeat = Table(document, "the heartbeat of a job")
     given = [name for name in TELEMETRY if document.get(name) is not None]
-    return {name: told.take(name, float) for name in given}
+    return {name: heartbeat.take(name, float) for name in given}
 
 
-def _claims(told: Table) -> tuple[Claim, ...]:
-    versions, checksums = told.list("versions", int), told.list("checksums", str)
+def _claims(table: Table, fragments: int = 0) -> tuple[Claim, ...]:
+    """fragments: that there must be; 0: any number."""
+    versions, checksums = table.list("versions", int), table.list("checksums", str)
     if len(versions) != len(checksums) or not versions:
-        raise HolmesError(f"{told.at('versions')}: {len(versions)} of them, and {len(checksums)} checksums")
+        raise HolmesError(f"{table.at('versions')}: {len(versions)} of them, and {len(checksums)} checksums")
     if not all(0 <= version <= MOST for version in versions):
-        raise HolmesError(f"{told.at('versions')}: not all are rounds that can exist")
+        raise HolmesError(f"{table.at('versions')}: not all are rounds that can exist")
     if not all(not text or _CHECKSUM.fullmatch(text) for text in checksums):
-        raise HolmesError(f"{told.at('checksums')}: not all are 16 hexadecimal digits")
+        raise HolmesError(f"{table.at('checksums')}: not all are 16 hexadecimal digits")
+    if fragments and len(versions) != fragments:
+        raise HolmesError(f"{table.at('versions')}: {len(versions)} fragments, but the run has {fragments}")
     return tuple(map(Claim, versions, checksums))
 
 
@@ -250,9 +247,9 @@ def _ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]:
     return flat
 
 
-def _is_line(text: str, told: Table) -> bool:
+def _is_line(text: str, table: Table) -> bool:
     if len(text) > _LINE or not text.isprintable():
-        raise HolmesError(f"{told.source}: a position of its maps has no name that can be shown")
+        raise HolmesError(f"{table.source}: a position of its maps has no name that can be shown")
     return True
 
 
@@ -267,24 +264,3 @@ def _plain(value: Any, at: str, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     raise HolmesError(f"{at} is nested deeper than {_DEEPEST} tables")
-
-
-def _number(told: Table, key: str, least: int, most: int, default: int | None = None) -> int:
-    value: int = told.take(key, int) if default is None else told.take(key, int, default)
-    if not least <= value <= most:
-        raise HolmesError(f"{told.at(key)}: {value} is not {least} to {most}")
-    return value
-
-
-def _real(told: Table, key: str, most: float, default: float | None = None) -> float:
-    value = float(told.take(key, float) if default is None else told.take(key, float, default))
-    if not 0 <= value <= most:
-        raise HolmesError(f"{told.at(key)}: {value:g} is not 0 to {most:g}")
-    return value
-
-
-def _checksum(told: Table, key: str) -> str:
-    text: str = told.take(key, str, "")
-    if text and not _CHECKSUM.fullmatch(text):
-        raise HolmesError(f"{told.at(key)}: {text!r:.40} is not 16 hexadecimal digits")
-    return text

@@ -16,7 +16,7 @@ from holmes_ext.runtime.outer.coordinator.member import Member
 from holmes_ext.runtime.outer.coordinator.membership import Reply
 from holmes_ext.runtime.outer.coordinator.reports import NextReport, ReadyReport
 from holmes_ext.runtime.outer.coordinator.round_state import counted
-from holmes_ext.runtime.outer.coordinator.rules import Coordinator
+from holmes_ext.runtime.outer.coordinator.rules import Coordinator, outer_settings
 
 #: Seconds since its last question in which a job counts as one that is there.
 _THERE_S = 5.0
@@ -45,8 +45,8 @@ class RollingCoordinator(Coordinator):
             return None
         member.state = "in"
         self._asked[name], self._offers[name] = now, report
-        if told := self._told(name, now):
-            return told
+        if reply := self._told(name, now):
+            return reply
         known = self.rounds.get(self.number)
         if known is not None and not known.outcome:
             return None
@@ -89,7 +89,7 @@ class RollingCoordinator(Coordinator):
         offered = {fragment for m in able for fragment in self._offers[m.name].offers}
         self._since = {fragment: self._since.get(fragment, now) for fragment in offered}
         self._quorum = {fragment: at for fragment, at in self._quorum.items() if fragment in offered}
-        for fragment in sorted(offered, key=lambda one: self._since[one]):
+        for fragment in sorted(offered, key=lambda fragment: self._since[fragment]):
             contributors = [m for m in able if fragment in self._offers[m.name].offers]
             if len(contributors) < needed:
                 continue
@@ -100,7 +100,7 @@ class RollingCoordinator(Coordinator):
 
     def _grace_s(self, fragment: int, contributors: list[Member]) -> float:
         """Seconds from the quorum on: as agreed, or so that who needs the sum first hardly waits."""
-        agreed = contributors[0].hello.agreed.get("outer", {}).get("grace", "auto")
+        agreed = outer_settings(contributors).get("grace", "auto")
         if isinstance(agreed, (int, float)):
             return float(agreed)
         return _GRACE * min(self._offers[m.name].offers[fragment].slack_s for m in contributors)
@@ -113,20 +113,8 @@ class RollingCoordinator(Coordinator):
             known.ready[member.name] = ReadyReport(
                 known.number, fragment, claims, offer.tokens, offer.norm, offer.why
             )
-        counts = counted(
-            known,
-            [m.name for m in contributors],
-            {m.name: len(m.hello.addresses) for m in contributors},
-            contributors[0].hello.agreed.get("outer", {}),
-            self.usual_of(fragment),
-        )
-        if len(counts) < self.least(able) or not counts:
-            kept_out = "".join(f"; {name} is left out: {why}" for name, why in known.left_out.items())
-            known.members = dict.fromkeys((m.name for m in able), 0.0)
-            self.end(known, "void", f"{len(counts)} jobs count" + kept_out)
-            return
-        total = sum(counts.values())
-        known.members = {m.name: counts.get(m.name, 0.0) / total for m in able}
-        known.attempt, known.last_report = 1, now
-        self._since.pop(fragment, None)
-        self._quorum.pop(fragment, None)
+        ranks = {m.name: len(m.hello.addresses) for m in contributors}
+        counts = counted(known, ranks, outer_settings(contributors), self.usual_of(fragment))
+        if self.begin_exchange(known, able, counts, self.least(able), now):
+            self._since.pop(fragment, None)
+            self._quorum.pop(fragment, None)

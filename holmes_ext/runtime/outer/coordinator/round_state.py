@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,19 +44,15 @@ class RoundState:
 
 
 def counted(
-    known: RoundState,
-    able: Sequence[str],
-    ranks: Mapping[str, int],
-    settings: Mapping[str, Any],
-    usual: list[float],
+    known: RoundState, ranks: Mapping[str, int], settings: Mapping[str, Any], usual: list[float]
 ) -> dict[str, float]:
     """Tokens (or 1) of the jobs whose pseudo-gradients count: finite, and neither they nor their tokens out
     of all proportion (`limit`).
 
-    able: jobs that could take part; ranks: of each; usual: lengths in the fragment's last rounds, to which
-    these are added. Who is left out stands in known.left_out, with the reason.
+    ranks: of each job that could take part; usual: lengths in the fragment's last rounds, to which these are
+    added. Who is left out stands in known.left_out, with the reason.
     """
-    reports = {name: known.ready[name] for name in able}
+    reports = {name: known.ready[name] for name in ranks}
     norms = {name: report.norm for name, report in reports.items() if report.norm is not None}
     known.left_out = {name: report.why or "its pseudo-gradient is not finite"
                       for name, report in reports.items() if report.norm is None}  # fmt: skip

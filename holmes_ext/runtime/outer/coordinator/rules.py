@@ -10,6 +10,9 @@ something has happened or time has passed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.coordinator.consensus import same
 from holmes_ext.runtime.outer.coordinator.member import Member
@@ -72,7 +75,7 @@ class Coordinator(Settlement):
     def open_round(self, number: int, fragment: int, now: float) -> RoundState:
         known = self.rounds[number] = RoundState(number, fragment, now)
         self.number = number
-        for old in [one for one in self.rounds if one <= number - _REMEMBERED]:
+        for old in [past for past in self.rounds if past <= number - _REMEMBERED]:
             del self.rounds[old]
         return known
 
@@ -118,23 +121,24 @@ class Coordinator(Settlement):
         truth = self._truth_of_round(known, here, claims)
         known.behind = {m.name for m in here if truth is not None and not same(claims[m.name], truth)}
         able = [m for m in here if m.name not in known.behind]
-        counts = counted(
-            known,
-            [m.name for m in able],
-            {m.name: len(m.hello.addresses) for m in able},
-            able[0].hello.agreed.get("outer", {}) if able else {},
-            self.usual_of(known.fragment),
-        )
-        least = self.least(here) if here else 1
-        if len(counts) < least or not counts:
-            kept_out = "".join(f"; {name} is left out: {why}" for name, why in known.left_out.items())
-            self.end(known, "void", f"{len(counts)} of min={least} jobs" + kept_out)
-            return
+        ranks = {m.name: len(m.hello.addresses) for m in able}
+        counts = counted(known, ranks, outer_settings(able), self.usual_of(known.fragment))
+        if self.begin_exchange(known, able, counts, self.least(here) if here else 1, now):
+            for name, why in known.left_out.items():
+                self.events.append(f"round {known.number}: job {name} is left out: {why}")
+
+    def begin_exchange(
+        self, known: RoundState, able: list[Member], counts: Mapping[str, float], least: int, now: float
+    ) -> bool:
+        """Between those who are able, with their shares by what counts; void where less than `least` do."""
         total = sum(counts.values())
-        known.members = {m.name: counts.get(m.name, 0.0) / total for m in able}
-        known.attempt, known.last_report = 1, now
-        for name, why in known.left_out.items():
-            self.events.append(f"round {known.number}: job {name} is left out: {why}")
+        known.members = {m.name: counts.get(m.name, 0.0) / (total or 1.0) for m in able}
+        if counts and len(counts) >= least:
+            known.attempt, known.last_report = 1, now
+            return True
+        left_out = "".join(f"; {name} is left out: {why}" for name, why in known.left_out.items())
+        self.end(known, "void", f"{len(counts)} of min={least} jobs" + left_out)
+        return False
 
     def _salted_claim(self, known: RoundState, member: Member) -> Claim:
         """What it claims of the round's fragment, with the sum that it could not know before."""
@@ -162,7 +166,7 @@ class Coordinator(Settlement):
             return {"verdict": "skip", "round": known.number}
         if not known.attempt:
             return None
-        told = {
+        exchange = {
             "attempt": known.attempt,
             "members": known.members,
             "fragment": known.fragment,
@@ -170,4 +174,10 @@ class Coordinator(Settlement):
             "incarnations": {member: self.members[member].incarnation for member in known.members},
             "left_out": known.left_out,
         }
-        return {"verdict": "go", "round": known.number, **told}
+        return {"verdict": "go", "round": known.number, **exchange}
+
+
+def outer_settings(members: Sequence[Member]) -> Mapping[str, Any]:
+    """What --holmes-outer says, alike in all of them."""
+    settings: Mapping[str, Any] = members[0].hello.agreed.get("outer", {}) if members else {}
+    return settings

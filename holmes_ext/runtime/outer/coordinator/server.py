@@ -66,6 +66,11 @@ _LONGEST = 64 * 2**20
 _SECRETS, _COMPLAINTS, _COMPLAINTS_IN_ALL = 1024, 5, 60
 #: Connections of jobs at a time: two, and one for each rank that cannot be called.
 _ADMITTED = 8192
+#: How a report is read, and what decides by it.
+_REPORTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "ready": (ready_from, RollingCoordinator.ready), "next": (next_from, RollingCoordinator.next),
+    "done": (done_from, RollingCoordinator.done), "checked": (checked_from, RollingCoordinator.checked),
+}  # fmt: skip
 #: Seconds to find out whether a rank can be called.
 _CALL_BACK_S = 2.0
 
@@ -172,12 +177,12 @@ class CoordinatorServer:
         reason = CLOSED
         try:
             while not self._ended.is_set():
-                told = channel.receive(Deadline(_SILENCE_S, "a heartbeat"))
-                telemetry = telemetry_from(told)
+                heartbeat = channel.receive(Deadline(_SILENCE_S, "a heartbeat"))
+                telemetry = telemetry_from(heartbeat)
                 with self._changed:
                     self._coordinator.heartbeat(job, incarnation, telemetry, time.monotonic())
-                if told.get("ends"):
-                    reason = printable(str(told["ends"]))
+                if heartbeat.get("ends"):
+                    reason = printable(str(heartbeat["ends"]))
                     return
         except HolmesError as error:
             reason = f"dropped: {error}"
@@ -236,7 +241,7 @@ class CoordinatorServer:
         self, job: str, incarnation: str, question: dict[str, Any]
     ) -> Callable[[float], dict[str, Any] | None]:
         """What decides, given the time, once the question has been read. HolmesError where it cannot be."""
-        op, rules = question.get("op"), self._coordinator
+        op, rules = str(question.get("op")), self._coordinator
         if op == "hello":
             hello = hello_from(question)
             return lambda now: rules.hello(job, incarnation, hello, now)
@@ -247,18 +252,10 @@ class CoordinatorServer:
             fragments = len(member.claims)
         if op == "enter":
             return lambda now: rules.enter(job, now)
-        if op == "ready":
-            ready = ready_from(question, fragments)
-            return lambda now: rules.ready(job, ready, now)
-        if op == "next":
-            coming = next_from(question, fragments)
-            return lambda now: rules.next(job, coming, now)
-        if op == "done":
-            done = done_from(question)
-            return lambda now: rules.done(job, done, now)
-        if op == "checked":
-            checked = checked_from(question)
-            return lambda now: rules.checked(job, checked, now)
+        if op in _REPORTS:
+            read, decide = _REPORTS[op]
+            report = read(question, fragments)
+            return lambda now: decide(rules, job, report, now)
         if op == "maps":
             of = str(question.get("of"))[:100]
             return lambda now: self._with_ticket(rules.maps_of(job, of), job, incarnation, of)

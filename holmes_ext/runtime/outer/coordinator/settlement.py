@@ -85,8 +85,8 @@ class Settlement(Membership):
             return self.verdict(known, name, now)
         if known.check > check:
             salt = self.salt("check", known.number, known.attempt, known.check)
-            told = {"attempt": known.attempt, "check": known.check, "salt": salt, "excluded": known.excluded}
-            return {"verdict": "check", "round": known.number, **told}
+            task = {"attempt": known.attempt, "check": known.check, "salt": salt, "excluded": known.excluded}
+            return {"verdict": "check", "round": known.number, **task}
         return None
 
     def _conclude(self, known: RoundState, now: float) -> None:
@@ -210,8 +210,8 @@ class Settlement(Membership):
         self.events.append(f"round {known.number}: commit ({who})")
 
     def _committed(self, known: RoundState) -> Reply:
-        told = {"factors": known.factors, "gap": known.gap, "left_out": known.left_out}
-        return {"verdict": "commit", "round": known.number, **told}
+        sums = {"factors": known.factors, "gap": known.gap, "left_out": known.left_out}
+        return {"verdict": "commit", "round": known.number, **sums}
 
     def _lost(self, known: RoundState) -> Reply:
         why = known.why or "the round went on without this job"

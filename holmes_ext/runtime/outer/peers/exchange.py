@@ -57,7 +57,7 @@ class Attempt:
         if fragment.residual is not None and self.others:
             self.residual = fragment.residual.float()
         places = [fragment.places(piece.start, piece.stop) for piece in self.pieces]
-        own = (
+        mine = (
             [self._encoded(gradient[place], place) for place in places]
             if self.job in self.contributors
             else []
@@ -73,13 +73,13 @@ class Attempt:
             for name in self.others:
                 peer = self.peers[name, piece.owners[name]]
                 out, into = outgoing.setdefault(peer, []), incoming.setdefault(peer, [])
-                if own:
-                    out.append(_bytes(own[index]))
+                if mine:
+                    out.append(_bytes(mine[index]))
                 if name in came:
                     into.append(_bytes(came[name][index]))
         links.swap(number, attempt, outgoing, incoming, patience_s)
         return [
-            self._decoded(own if name == self.job else came[name], places, gradient)
+            self._decoded(mine if name == self.job else came[name], places, gradient)
             for name in self.contributors
         ]
 

@@ -90,9 +90,9 @@ class PeerLinks:
         begin = time.monotonic()
         sizes = {peer: _length(outgoing.get(peer, ())) + _length(incoming.get(peer, ()))
                  for peer in {*outgoing, *incoming}}  # fmt: skip
-        found, failed = self._connect(sizes, patience_s / 2)
+        channels_of, failed = self._connect(sizes, patience_s / 2)
         lanes: dict[int, list[PeerTransfer]] = defaultdict(list)
-        for peer, channels in found.items():
+        for peer, channels in channels_of.items():
             deadline = self._speed.deadline(peer, sizes[peer], patience_s)
             out, into = (split(every.get(peer, []), len(channels)) for every in (outgoing, incoming))
             for lane, channel in enumerate(channels):
@@ -101,9 +101,9 @@ class PeerLinks:
                 )
         failed |= _run_lanes(list(lanes.values()), patience_s)
         for transfers in lanes.values():
-            self.sent += sum(one.sent for one in transfers)
-            self.received += sum(one.received for one in transfers)
-        for peer in found:
+            self.sent += sum(transfer.sent for transfer in transfers)
+            self.received += sum(transfer.received for transfer in transfers)
+        for peer in channels_of:
             self._speed.took(peer, sizes[peer], time.monotonic() - begin)
         if failed:
             for job in failed:
@@ -117,12 +117,13 @@ class PeerLinks:
         """Connections to all peers that were reached, and why not to others. sizes: bytes to and from
         each."""
         deadline = Deadline(patience_s, "connecting")
-        found: dict[Peer, list[Channel]] = {}
+        channels: dict[Peer, list[Channel]] = {}
         failed: dict[str, str] = {}
 
         def connect(peer: Peer) -> None:
             try:
-                found[peer] = [self._channel(peer, lane, deadline) for lane in range(lanes_for(sizes[peer]))]
+                lanes = range(lanes_for(sizes[peer]))
+                channels[peer] = [self._channel(peer, lane, deadline) for lane in lanes]
             except OSError as error:
                 where = f" at {peer.address}" if peer.address else ""
                 failed[peer.job] = (
@@ -132,7 +133,7 @@ class PeerLinks:
         if sizes:
             with ThreadPoolExecutor(min(len(sizes), _CALLS), "holmes-call") as pool:
                 list(pool.map(connect, sizes))
-        return found, failed
+        return channels, failed
 
     def _channel(self, peer: Peer, lane: int, deadline: Deadline) -> Channel:
         """OSError when there is none in time."""
@@ -167,7 +168,7 @@ class PeerLinks:
                 return
             if key in self._open:
                 _end(self._open.pop(key))
-            of_job = [one for one in self._open if one[0] == key[0]]
+            of_job = [other for other in self._open if other[0] == key[0]]
             if len(of_job) >= _MOST_OPEN:  # no honest job has so many to one rank
                 _end(self._open.pop(of_job[0]))
             self._open[key] = channel
@@ -217,8 +218,8 @@ def _run_lanes(lanes: Sequence[list[PeerTransfer]], patience_s: float) -> dict[s
     failed: dict[str, str] = {}
     if lanes:
         with ThreadPoolExecutor(len(lanes), "holmes-lane") as pool:
-            for found in pool.map(lambda transfers: run(transfers, patience_s), lanes):
-                failed |= found
+            for reasons in pool.map(lambda transfers: run(transfers, patience_s), lanes):
+                failed |= reasons
     return failed
 
 

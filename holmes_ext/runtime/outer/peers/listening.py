@@ -62,8 +62,8 @@ def told_address(
 def own_host(coordinator: JoinAddress) -> str:
     """This node's address on the way to the coordinator. Nothing is sent."""
     try:
-        found = socket.getaddrinfo(coordinator.host, coordinator.port, type=socket.SOCK_DGRAM)
-        family, kind, _, _, address = found[0]
+        infos = socket.getaddrinfo(coordinator.host, coordinator.port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = infos[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
@@ -77,10 +77,9 @@ def _can_be_called(
     port: int, coordinator: JoinAddress, credentials: Credentials, identity: RankIdentity
 ) -> bool:
     """As the coordinator finds, at the address from which this rank calls it."""
-    one, deadline = identity, Deadline(_ASK_S, "asking whether this rank can be called")
-    told = {"job": one.job, "incarnation": one.incarnation, "secret": one.secret}
+    deadline = Deadline(_ASK_S, "asking whether this rank can be called")
     try:
-        question = {"purpose": "reachable", "port": port, **told}
+        question = {**identity.facts, "secret": identity.secret, "purpose": "reachable", "port": port}
         channel = call(coordinator.host, coordinator.port, credentials, question, deadline)
         try:
             return channel.receive(deadline).get("reachable") is not False

@@ -74,6 +74,11 @@ class RankIdentity:
     rank: int
     secret: str
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What it says of itself."""
+        return {"job": self.job, "incarnation": self.incarnation, "rank": self.rank}
+
 
 class Routes:
     """incoming(channel, purpose): what is done, in a thread, with a connection of another job's rank.
@@ -111,27 +116,23 @@ class Routes:
 
     def dial(self, peer: Peer, purpose: Purpose, deadline: Deadline) -> Channel:
         """A connection to a rank of another job; OSError when it cannot be had, or is refused."""
-        told = {**self._told(), **purpose, "to": peer.incarnation}
+        facts = {**self.identity.facts, **purpose, "to": peer.incarnation}
         try:
             if peer.address:
                 host, port = split_address(peer.address)
                 part = deadline.part(_CALL_S, f"calling {peer.address}")
-                return call(host, port, self._credentials, told, part, peer.ticket.encode())
-            return self._through_coordinator(peer, told, deadline)
+                return call(host, port, self._credentials, facts, part, peer.ticket.encode())
+            return self._through_coordinator(peer, facts, deadline)
         except Refused as error:
             raise ConnectionRefusedError(str(error)) from None
         except HolmesError as error:
             raise ConnectionError(str(error)) from None
 
-    def _told(self) -> dict[str, Any]:
-        one = self.identity
-        return {"job": one.job, "incarnation": one.incarnation, "rank": one.rank}
-
     def _to_coordinator(self, purpose: str, deadline: Deadline, **more: Any) -> Channel:
-        told = {**self._told(), "purpose": purpose, "secret": self.identity.secret, **more}
-        return call(self._coordinator.host, self._coordinator.port, self._credentials, told, deadline)
+        facts = {**self.identity.facts, "purpose": purpose, "secret": self.identity.secret, **more}
+        return call(self._coordinator.host, self._coordinator.port, self._credentials, facts, deadline)
 
-    def _through_coordinator(self, peer: Peer, told: dict[str, Any], deadline: Deadline) -> Channel:
+    def _through_coordinator(self, peer: Peer, facts: dict[str, Any], deadline: Deadline) -> Channel:
         deadline = deadline.part(
             _RELAY_S, f"reaching rank {peer.rank} of job {peer.job} through the coordinator"
         )
@@ -141,21 +142,21 @@ class Routes:
         try:
             channel = self._to_coordinator("relay", deadline, call=number, address=self.address, **to)
             try:
-                found = channel.receive(deadline)
-                if found.get("relay") == "reversed":
+                reply = channel.receive(deadline)
+                if reply.get("relay") == "reversed":
                     reversed_channel = came.get(timeout=max(0.001, deadline.left))
-                    reversed_channel.send(told, deadline)
+                    reversed_channel.send(facts, deadline)
                     return reversed_channel
-                if found.get("relay") != "go":
+                if reply.get("relay") != "go":
                     raise ConnectionError(
-                        str(found.get("error", "it has no standing line to the coordinator"))
+                        str(reply.get("error", "it has no standing line to the coordinator"))
                     )
                 encrypt = not self._credentials.plain and not stays_on_host(channel.socket)
                 connection = bare(channel.socket, deadline)
             finally:
                 channel.close()
             where = f"rank {peer.rank} of job {peer.job}"
-            return greet(connection, where, self._credentials, told, deadline, peer.ticket.encode(), encrypt)
+            return greet(connection, where, self._credentials, facts, deadline, peer.ticket.encode(), encrypt)
         except queue.Empty:
             raise TimeoutError("it did not call back") from None
         finally:
@@ -214,12 +215,12 @@ class Routes:
 
     def _take_call(self, standing: Channel) -> bool:
         """Whether the line stands on afterwards."""
-        told = standing.receive(Deadline(_STANDING_S, "a call"))
+        caller = standing.receive(Deadline(_STANDING_S, "a call"))
         deadline = Deadline(_RELAY_S, "taking a call")
-        if channel := self._called_back(told):
+        if channel := self._called_back(caller):
             standing.send({"answer": "reversed"}, deadline)
             threading.Thread(
-                target=self._reversed, args=(channel, told), name="holmes-peer", daemon=True
+                target=self._reversed, args=(channel, caller), name="holmes-peer", daemon=True
             ).start()
             return True
         standing.send({"answer": "relay"}, deadline)
@@ -232,19 +233,19 @@ class Routes:
         ).start()
         return False
 
-    def _called_back(self, told: Purpose) -> Channel | None:
-        address = str(told.get("address"))
+    def _called_back(self, caller: Purpose) -> Channel | None:
+        address = str(caller.get("address"))
         if not address or address in self._not_called:
             return None
         purpose = {
-            **self._told(),
+            **self.identity.facts,
             "purpose": "reversed",
-            "call": told.get("call"),
-            "to": told.get("incarnation"),
+            "call": caller.get("call"),
+            "to": caller.get("incarnation"),
         }
         try:
             host, port = split_address(address)
-            secret = self._own_ticket(told).encode()
+            secret = self._own_ticket(caller).encode()
             return call(host, port, self._credentials, purpose, Deadline(_CALL_S, "calling back"), secret)
         except (OSError, ValueError, HolmesError):
             if len(self._not_called) >= _NOT_CALLED:
@@ -252,14 +253,14 @@ class Routes:
             self._not_called.add(address)
             return None
 
-    def _reversed(self, channel: Channel, told: Purpose) -> None:
+    def _reversed(self, channel: Channel, caller: Purpose) -> None:
         """What the rank that was called back wants, which has shown that it is the one that called."""
         try:
             purpose = channel.receive(Deadline(HANDSHAKE_S, "what it wants"))
         except OSError:
             channel.close()
             return
-        known = {key: told.get(key) for key in ("job", "incarnation")}
+        known = {key: caller.get(key) for key in ("job", "incarnation")}
         self._serve(channel, {**purpose, **known})
 
     def _relayed(self, connection: socket.socket, plain: bool) -> None:

@@ -96,7 +96,7 @@ class Giver:
             has, anchor, momentum = state.copy_of(fragment, start, stop)
         except KeyError:
             raise HolmesError(f"elements {start} to {stop} are not this rank's") from None
-        data = [_bytes(one) for one in (anchor, momentum) if one is not None]
+        data = [_bytes(tensor) for tensor in (anchor, momentum) if tensor is not None]
         sizes = {"anchor": len(data[0]), "momentum": len(data[1]) if len(data) > 1 else 0}
         deadline = Deadline.for_bytes(state.settings.timeout, sum(map(len, data)), "giving weights")
         channel.send({"version": has, **sizes}, deadline)
@@ -126,17 +126,17 @@ def take(
     for number, least in wanted.items():
         fragment = state.fragments[number]
         for _ in range(_TRIES):
-            anchor, told = torch.empty_like(fragment.anchor), dict[str, Any]()
+            anchor, report = torch.empty_like(fragment.anchor), dict[str, Any]()
             momentum = None if fragment.momentum is None else torch.empty_like(fragment.momentum)
             try:
-                found = _fetch(fragment, number, least, anchor, momentum, donor, job_ranks.rank, patience_s)
-                told["versions"] = sorted(found)
+                came = _fetch(fragment, number, least, anchor, momentum, donor, job_ranks.rank, patience_s)
+                report["versions"] = sorted(came)
             except (OSError, HolmesError) as error:
-                told["why"] = str(error) or type(error).__name__
-            everyone = job_ranks.from_all(told)
-            if whys := [one["why"] for one in everyone if "why" in one]:
+                report["why"] = str(error) or type(error).__name__
+            everyone = job_ranks.from_all(report)
+            if whys := [rank_report["why"] for rank_report in everyone if "why" in rank_report]:
                 return whys[0]
-            versions = {version for one in everyone for version in one["versions"]}
+            versions = {version for rank_report in everyone for version in rank_report["versions"]}
             if any(version < least for version in versions):  # the donor has waited for it already
                 return f"it has fragment {number} of round {min(versions)}, not {least}"
             if len(versions) == 1:
@@ -192,14 +192,14 @@ def _read(
     buffers = [_bytes(part) for part in parts]
     deadline = Deadline.for_bytes(patience_s, sum(map(len, buffers)), "taking weights")
     channel.send({"fragment": number, "version": least, "start": start, "stop": stop}, deadline)
-    told = Table(channel.receive(deadline), "what a donor gives")
-    sizes = [told.take(name, int) for name in ("anchor", "momentum")]
+    answer = Table(channel.receive(deadline), "what a donor gives")
+    sizes = [answer.take(name, int) for name in ("anchor", "momentum")]
     if sizes[: len(buffers)] != list(map(len, buffers)) or any(sizes[len(buffers) :]):
         raise ConnectionError(f"{sizes} bytes came instead of {list(map(len, buffers))}")
     channel.receive_bytes(buffers, deadline)
     if not all(bool(part.isfinite().all()) for part in parts):
         raise ConnectionError("its weights are not finite")
-    return told.take("version", int)
+    return answer.take("version", int)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -125,51 +125,51 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
     """Move everything; the jobs that failed, each with the reason."""
     failed: dict[str, str] = {}
     with selectors.DefaultSelector() as selector:
-        for one in transfers:
-            if reason := _move(one, selectors.EVENT_READ):  # what TLS holds already wakes no selector
-                failed[one.peer.job] = reason
-            elif one.events and (reason := _watch(selector.register, one)):
-                failed[one.peer.job] = reason
+        for transfer in transfers:
+            if reason := _move(transfer, selectors.EVENT_READ):  # what TLS holds already wakes no selector
+                failed[transfer.peer.job] = reason
+            elif transfer.events and (reason := _watch(selector.register, transfer)):
+                failed[transfer.peer.job] = reason
         while selector.get_map():
             for key, mask in selector.select(min(1.0, patience_s / 4)):
-                one, before = key.data, key.events
-                if reason := _move(one, mask):
-                    failed[one.peer.job] = reason
-                if reason or not one.events:
-                    selector.unregister(one.connection)
-                elif one.events != before and (reason := _watch(selector.modify, one)):
-                    failed[one.peer.job] = reason
-            for one in [key.data for key in selector.get_map().values()]:
-                if reason := _late(one, patience_s):
-                    failed[one.peer.job] = reason
-                    selector.unregister(one.connection)
+                transfer, before = key.data, key.events
+                if reason := _move(transfer, mask):
+                    failed[transfer.peer.job] = reason
+                if reason or not transfer.events:
+                    selector.unregister(transfer.connection)
+                elif transfer.events != before and (reason := _watch(selector.modify, transfer)):
+                    failed[transfer.peer.job] = reason
+            for transfer in [key.data for key in selector.get_map().values()]:
+                if reason := _late(transfer, patience_s):
+                    failed[transfer.peer.job] = reason
+                    selector.unregister(transfer.connection)
     return failed
 
 
-def _move(one: PeerTransfer, mask: int) -> str:
+def _move(transfer: PeerTransfer, mask: int) -> str:
     """Why it failed; "" where it did not."""
     try:
-        one.move(mask)
+        transfer.move(mask)
         return ""
     except OSError as error:
-        return f"rank {one.peer.rank} of job {one.peer.job}: {why(error)}"
+        return f"rank {transfer.peer.rank} of job {transfer.peer.job}: {why(error)}"
 
 
-def _watch(change: Callable[..., Any], one: PeerTransfer) -> str:
+def _watch(change: Callable[..., Any], transfer: PeerTransfer) -> str:
     """A selector's register() or modify(). Why it failed: the thread that takes calls has closed the
     connection meanwhile, as the peer has called again (links.py); "" where it did not."""
     try:
-        change(one.connection, one.events, one)
+        change(transfer.connection, transfer.events, transfer)
         return ""
     except (OSError, ValueError):
-        return f"rank {one.peer.rank} of job {one.peer.job}: {_CLOSED}"
+        return f"rank {transfer.peer.rank} of job {transfer.peer.job}: {_CLOSED}"
 
 
-def _late(one: PeerTransfer, patience_s: float) -> str:
+def _late(transfer: PeerTransfer, patience_s: float) -> str:
     """Why it is not waited for; "" where it is."""
-    who = f"rank {one.peer.rank} of job {one.peer.job}"
-    if one.connection.fileno() < 0:
+    who = f"rank {transfer.peer.rank} of job {transfer.peer.job}"
+    if transfer.connection.fileno() < 0:
         return f"{who}: {_CLOSED}"
-    if time.monotonic() - one.heard > patience_s:
+    if time.monotonic() - transfer.heard > patience_s:
         return f"{who}: silent for {patience_s:.3g} s"
-    return f"{who}: not done after {one.deadline.seconds:.3g} s" if one.deadline.passed else ""
+    return f"{who}: not done after {transfer.deadline.seconds:.3g} s" if transfer.deadline.passed else ""

@@ -24,33 +24,33 @@ class RemoteJobs:
 
     def learn(self, incarnations: Mapping[str, str]) -> tuple[dict[str, RemoteJob], frozenset[str]]:
         """Of each of these jobs; and those of whom nothing can be learnt any more. Collective."""
-        found: dict[str, RemoteJob] = {}
+        jobs: dict[str, RemoteJob] = {}
         for name, incarnation in incarnations.items():
             if (name, incarnation) not in self._known:
-                told = self._coordinator.ask("maps", {"of": name})
-                if told.get("incarnation") != incarnation:
+                answer = self._coordinator.ask("maps", {"of": name})
+                if answer.get("incarnation") != incarnation:
                     continue
-                made = remote_job(name, told, self._position, self._total)
+                made = remote_job(name, answer, self._position, self._total)
                 if not self._coordinator.on_all_ranks(made is not None):
                     continue
                 assert made is not None
                 self.forget([name])
                 self._known[name, incarnation] = made
-            found[name] = self._known[name, incarnation]
-        return found, frozenset(incarnations) - frozenset(found)
+            jobs[name] = self._known[name, incarnation]
+        return jobs, frozenset(incarnations) - frozenset(jobs)
 
     def forget(self, names: Iterable[str]) -> None:
         """They are learnt anew: they could not be reached."""
         gone = set(names)
-        self._known = {key: one for key, one in self._known.items() if key[0] not in gone}
+        self._known = {key: job for key, job in self._known.items() if key[0] not in gone}
 
 
-def remote_job(name: str, told: Mapping[str, Any], position: str, total: int) -> RemoteJob | None:
+def remote_job(name: str, answer: Mapping[str, Any], position: str, total: int) -> RemoteJob | None:
     """Of the coordinator's answer to "maps"; None where it does not fit this job."""
-    flat, addresses = told["maps"].get(position, ()), told["addresses"]
-    ranges = [RankRange(*one) for one in zip(flat[::3], flat[1::3], flat[2::3])]
+    flat, addresses = answer["maps"].get(position, ()), answer["addresses"]
+    ranges = [RankRange(*numbers) for numbers in zip(flat[::3], flat[1::3], flat[2::3])]
     if not ranges or ranges[-1].stop != total:
         return None
-    ranks = {one.rank for one in ranges}
-    incarnation, ticket = str(told["incarnation"]), str(told.get("ticket", ""))
+    ranks = {span.rank for span in ranges}
+    incarnation, ticket = str(answer["incarnation"]), str(answer.get("ticket", ""))
     return RemoteJob(ranges, {rank: Peer(name, incarnation, rank, addresses[rank], ticket) for rank in ranks})

@@ -49,8 +49,8 @@ class RollingRunner(RoundRunner):
             if self._error is not None:
                 raise self._error
             had = self.ended - len(self._results)
-            found, self._results = self._results[: count - had], self._results[count - had :]
-            return found
+            results, self._results = self._results[: count - had], self._results[count - had :]
+            return results
 
     # The thread
 
@@ -70,19 +70,19 @@ class RollingRunner(RoundRunner):
         if self.job_ranks.rank == 0:
             while not ends:
                 try:
-                    one = self._inbox.get_nowait()
+                    submitted = self._inbox.get_nowait()
                 except queue.Empty:
                     break
-                ends = one is None
-                new += [one] if one is not None else []
+                ends = submitted is None
+                new += [submitted] if submitted is not None else []
         count, ends = self.job_ranks.from_first([len(new), ends])
         while len(new) < count:
-            one = self._inbox.get()
-            if one is None:
+            submitted = self._inbox.get()
+            if submitted is None:
                 return False
-            new.append(one)
-        for one in new:
-            self._offers[one.fragment] = one
+            new.append(submitted)
+        for submitted in new:
+            self._offers[submitted.fragment] = submitted
         return not ends
 
     def _ask_once(self) -> None:
@@ -90,7 +90,7 @@ class RollingRunner(RoundRunner):
         if self.job_ranks.from_first(waiting >= MOST_PENDING):
             time.sleep(_REST_S)
             return
-        offers = [self._offer(one) for _, one in sorted(self._offers.items())]
+        offers = [self._offer(in_flight) for _, in_flight in sorted(self._offers.items())]
         claims = self.claims.renew(self._versions())
         verdict = self.coordinator.ask("next", {**claims, "offers": offers})
         what = verdict["verdict"]
@@ -106,27 +106,27 @@ class RollingRunner(RoundRunner):
 
     def _offer(self, in_flight: InFlight) -> dict[str, Any]:
         square, tokens = self.job_ranks.sums([self._square_to_send(in_flight), in_flight.tokens])
-        told = {"fragment": in_flight.fragment, "tokens": tokens, "slack_s": in_flight.slack_s}
-        return {**told, "norm": square**0.5} if 0 <= square < float("inf") else told
+        offer = {"fragment": in_flight.fragment, "tokens": tokens, "slack_s": in_flight.slack_s}
+        return {**offer, "norm": square**0.5} if 0 <= square < float("inf") else offer
 
     def _join_round(self, verdict: Verdict) -> None:
         """To its end; begun at "go"."""
         number, index = int(verdict["round"]), int(verdict["fragment"])
         begin, sent = time.monotonic(), self.links.sent
         contributes = verdict["members"].get(self.job, 0) > 0 and index in self._offers
-        own = self._offers.get(index) if contributes else None
+        mine = self._offers.get(index) if contributes else None
         anchor = self.state.fragments[index].anchor
-        in_flight = own or InFlight(number, index, anchor, 0, 0.0, 0)
+        in_flight = mine or InFlight(number, index, anchor, 0, 0.0, 0)
         in_flight.number = number
         result = self._follow(in_flight, verdict, 0.0)
         result.fragments = [index]
         result.bytes, result.seconds = self.links.sent - sent, time.monotonic() - begin
-        if own is not None:
-            result.norm = sum(self.job_ranks.sums([square_of(own.gradient)])) ** 0.5
+        if mine is not None:
+            result.norm = sum(self.job_ranks.sums([square_of(mine.gradient)])) ** 0.5
         ended = result.verdict == "commit" and result.members.get(self.job, 0) > 0
-        if own is not None and (ended or self.job in result.left_out):
+        if mine is not None and (ended or self.job in result.left_out):
             del self._offers[index]
-        self._end(own, result)
+        self._end(mine, result)
 
     def _is_void(self, verdict: Verdict) -> None:
         """The coordinator is away, or what this job offers is of no use: begin anew with the others'
@@ -139,10 +139,10 @@ class RollingRunner(RoundRunner):
             time.sleep(_REST_S)
         self._end(None, result)
 
-    def _end(self, own: InFlight | None, result: RoundResult) -> None:
+    def _end(self, mine: InFlight | None, result: RoundResult) -> None:
         self.number = result.round
         with self._changed:
-            self._results.append((own, result))
+            self._results.append((mine, result))
             self.ended += 1
             self._changed.notify_all()
 

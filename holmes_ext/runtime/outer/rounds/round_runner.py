@@ -63,14 +63,14 @@ class RoundRunner:
         self,
         settings: OuterSettings,
         state: OuterState,
-        own: list[RankRange],
+        ranges: list[RankRange],
         job_ranks: JobRanks,
         links: PeerLinks,
         coordinator: CoordinatorLink,
         job: str,
     ):
         self.settings, self.algorithm, self.codec = settings, settings.outer_algorithm(), codec_of(settings)
-        self.state, self.own, self.job_ranks, self.links = state, own, job_ranks, links
+        self.state, self.own, self.job_ranks, self.links = state, ranges, job_ranks, links
         self.coordinator, self.job = coordinator, job
         self.remote = RemoteJobs(coordinator, state.weights.position, state.weights.total)
         self.number = 0
@@ -123,8 +123,8 @@ class RoundRunner:
 
     def hello(self) -> dict[str, Any]:
         """Of what this job is now: for a coordinator that does not know it (any more)."""
-        told = {"round": self.number, "entered": self.coordinator.entered, "peers": self.remote.names()}
-        return {**self.claims.told, **told}
+        return {**self.claims.told, "round": self.number, "entered": self.coordinator.entered,
+                "peers": self.remote.names()}
 
     def _versions(self) -> list[int]:
         return [f.version for f in self.state.fragments]
@@ -167,13 +167,13 @@ class RoundRunner:
         """What this job says when it is ready."""
         index = in_flight.fragment
         claims = self.claims.renew(in_flight.versions)
-        told = {"round": in_flight.number, "fragment": index, "tokens": tokens, **claims}
+        report = {"round": in_flight.number, "fragment": index, "tokens": tokens, **claims}
         salt = self.coordinator.salt_of(in_flight.number)
         if salt and claims["checksums"][index]:
-            told |= {"salted": self.claims.salted(index, salt), "salt_round": in_flight.number}
+            report |= {"salted": self.claims.salted(index, salt), "salt_round": in_flight.number}
         if in_flight.base != self.state.fragments[index].version:
-            return {**told, "why": "it has just taken these weights from another job"}
-        return told if norm is None else {**told, "norm": norm}
+            return {**report, "why": "it has just taken these weights from another job"}
+        return report if norm is None else {**report, "norm": norm}
 
     def _follow(self, in_flight: InFlight, verdict: Verdict, momentum_square: float) -> RoundResult:
         """From verdict to verdict, until the round has ended."""
@@ -184,11 +184,11 @@ class RoundRunner:
             if what == "go":
                 members = verdict["members"]
                 came = self._exchange(in_flight, verdict)
-                told = {"unreached": came.unreached, "faults": came.faults}
-                verdict = self._tell("done", in_flight, verdict, told)
+                report = {"unreached": came.unreached, "faults": came.faults}
+                verdict = self._tell("done", in_flight, verdict, report)
             elif what == "check" and came is not None:
-                told = self._checked(in_flight, came, members, verdict, momentum_square)
-                verdict = self._tell("checked", in_flight, verdict, told | {"check": verdict["check"]})
+                report = self._checked(in_flight, came, members, verdict, momentum_square)
+                verdict = self._tell("checked", in_flight, verdict, report | {"check": verdict["check"]})
             elif what == "commit" and came is not None:
                 return self._commit(in_flight, came, members, verdict)
             elif what == "behind":
@@ -199,9 +199,9 @@ class RoundRunner:
                 outcome.left_out = verdict.get("left_out", {})
                 return outcome
 
-    def _tell(self, op: str, in_flight: InFlight, verdict: Verdict, told: Mapping[str, Any]) -> Verdict:
+    def _tell(self, op: str, in_flight: InFlight, verdict: Verdict, report: Mapping[str, Any]) -> Verdict:
         where = {"round": in_flight.number, "attempt": verdict["attempt"]}
-        return self.coordinator.ask(op, {**where, **told})
+        return self.coordinator.ask(op, {**where, **report})
 
     def _exchange(self, in_flight: InFlight, verdict: Verdict) -> _Came:
         """One attempt."""
@@ -209,10 +209,10 @@ class RoundRunner:
         others = [name for name in members if name != self.job]
         fragment = self.state.fragments[in_flight.fragment]
         known, failed = self.remote.learn({name: incarnations[name] for name in others})
-        maps = {self.job: self.own, **{name: one.ranges for name, one in known.items()}}
+        maps = {self.job: self.own, **{name: remote.ranges for name, remote in known.items()}}
         pairs = shard_pairs(maps, fragment.start, fragment.stop)
         mine = [pair for pair in pairs if pair.owners[self.job] == self.job_ranks.rank]
-        peers = {(name, rank): peer for name, one in known.items() for rank, peer in one.peers.items()}
+        peers = {(name, rank): peer for name, remote in known.items() for rank, peer in remote.peers.items()}
         attempt = Attempt(self.job, members, mine, peers, self.codec)
         gradients: list[torch.Tensor] = []
         if not failed:
@@ -245,7 +245,7 @@ class RoundRunner:
     ) -> dict[str, Any]:
         """Salted sums of what came, and the factors by which to add it up."""
         fragment, salt = self.state.fragments[in_flight.fragment], str(verdict["salt"])
-        mine = [came.attempt.digest(fragment, one, salt) for one in came.gradients]
+        mine = [came.attempt.digest(fragment, gradient, salt) for gradient in came.gradients]
         digests = dict(zip(came.names, map(hexadecimal, self.job_ranks.sum_modulo(mine))))
         counting = [k for k, name in enumerate(came.names) if name not in verdict["excluded"]]
         gram = came.gram[counting][:, counting]
@@ -265,13 +265,13 @@ class RoundRunner:
     ) -> RoundResult:
         fragment = self.state.fragments[in_flight.fragment]
         factors, left_out = verdict["factors"], verdict["left_out"]
-        used = [(name, one) for name, one in zip(came.names, came.gradients) if name in factors]
-        total = combine(self.settings, [one for _, one in used], [factors[name] for name, _ in used])
+        used = {name: gradient for name, gradient in zip(came.names, came.gradients) if name in factors}
+        total = combine(self.settings, list(used.values()), [factors[name] for name in used])
         mine = self.job in factors
         away = square_of(in_flight.gradient - total) if mine else 0.0
         length, away = self.job_ranks.sums([square_of(total), away])
         shares = {name: members[name] if name in factors else 0.0 for name in members}
-        mu = self.algorithm.momentum_of([shares[name] for name, _ in used])
+        mu = self.algorithm.momentum_of([shares[name] for name in used])
         residual = came.attempt.residual if mine else None
         self._screening.remember(in_flight.fragment, came.gram)
         with self.state.lock:
@@ -304,4 +304,4 @@ class RoundRunner:
 
 def square_of(values: torch.Tensor) -> float:
     """Sum of squares, without a copy of the whole."""
-    return float(sum(torch.dot(one, one).double() for one in values.split(2**20)))
+    return float(sum(torch.dot(part, part).double() for part in values.split(2**20)))

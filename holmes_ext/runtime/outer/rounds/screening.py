@@ -40,20 +40,20 @@ class Screening:
         self, fragment: int, names: Sequence[str], gram: torch.Tensor, claimed: Mapping[str, float | None]
     ) -> dict[str, str]:
         """Of contributors, in the order of `gram` (float64 [J, J], over all elements); claimed: lengths."""
-        found: dict[str, str] = {}
+        faults: dict[str, str] = {}
         squares = gram.diagonal().tolist()
         for name, square in zip(names, squares):
             if not math.isfinite(square):
-                found[name] = "what it sent is not finite"
+                faults[name] = "what it sent is not finite"
             elif math.sqrt(square) > _LONGER * (claimed.get(name) or 0.0) + 1e-12:
-                found[name] = (
+                faults[name] = (
                     f"what it sent has length {math.sqrt(square):.3g}, it claimed "
                     f"{claimed.get(name) or 0:.3g}"
                 )
-        found |= self._repeated(fragment, names, squares)
+        faults |= self._repeated(fragment, names, squares)
         if self._by_direction:
-            found |= _astray([name for name in names if name not in found], names, gram)
-        return found
+            faults |= _astray([name for name in names if name not in faults], names, gram)
+        return faults
 
     def remember(self, fragment: int, gram: torch.Tensor) -> None:
         """Of a round that is committed."""
@@ -84,7 +84,7 @@ def _astray(usable: Sequence[str], names: Sequence[str], gram: torch.Tensor) -> 
     if usual < _LEAST_AGREEMENT:
         return {}
     return {
-        name: f"it points another way than the others (cosine {own:.2f}, theirs {usual:.2f})"
-        for name, own in agreement.items()
-        if own < _SHARE_OF_AGREEMENT * usual
+        name: f"it points another way than the others (cosine {cosine:.2f}, theirs {usual:.2f})"
+        for name, cosine in agreement.items()
+        if cosine < _SHARE_OF_AGREEMENT * usual
     }

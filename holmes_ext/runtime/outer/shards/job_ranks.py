@@ -71,7 +71,7 @@ class JobRanks:
         text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         texts = [torch.empty_like(text) for _ in range(self.ranks)]
         dist.all_gather(texts, text, group=self._control)
-        return [json.loads(bytes(one.numpy())) for one in texts]
+        return [json.loads(bytes(text.numpy())) for text in texts]
 
     def refuse(self, text: str) -> NoReturn:
         """What is wrong, known on all ranks: rank 0 tells it."""
@@ -84,9 +84,9 @@ class JobRanks:
             result = call()
         except HolmesError as error:
             trouble = error
-        told = [one for one in self.from_all(None if trouble is None else str(trouble)) if one is not None]
-        if told:
-            raise trouble if trouble is not None and str(trouble) == told[0] else RemoteError(told[0])
+        troubles = [line for line in self.from_all(trouble and str(trouble)) if line is not None]
+        if troubles:
+            raise trouble if trouble is not None and str(trouble) == troubles[0] else RemoteError(troubles[0])
         return result
 
     def _reduced(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
@@ -113,21 +113,20 @@ class Replicas:
     ):
         self._owned, self._replicas, self._group, self._device = list(owned), list(replicas), group, device
 
-    def gather(self, fragment: Fragment, own: torch.Tensor) -> list[Part]:
-        """own: values of the ranges that this rank exchanges (float32, host). Parts that cover the
+    def gather(self, fragment: Fragment, mine: torch.Tensor) -> list[Part]:
+        """mine: values of the ranges that this rank exchanges (float32, host). Parts that cover the
         fragment."""
         start, stop = fragment.start, fragment.stop
         if self._group is None:
-            return _parts(fragment.ranges, own)
+            return _parts(fragment.ranges, mine)
         ranges = [owned_ranges(self._owned, rank, start, stop) for rank in self._replicas]
-        lengths = [sum(b - a for a, b in one) for one in ranges]
+        lengths = [sum(b - a for a, b in spans) for spans in ranges]
         sent = torch.zeros(max(lengths), dtype=torch.float32, device=self._device)
-        sent[: own.numel()].copy_(own)
+        sent[: mine.numel()].copy_(mine)
         rows = torch.empty(len(ranges), max(lengths), dtype=torch.float32, device=self._device)
         dist.all_gather(list(rows.unbind()), sent, group=self._group)
-        return sorted(
-            (part for one, row in zip(ranges, rows) for part in _parts(one, row)), key=lambda part: part.start
-        )
+        parts = [part for spans, row in zip(ranges, rows) for part in _parts(spans, row)]
+        return sorted(parts, key=lambda part: part.start)
 
 
 def _parts(ranges: Sequence[tuple[int, int]], values: torch.Tensor) -> list[Part]:

@@ -90,24 +90,24 @@ def _shares(start: int, stop: int, ranks: Sequence[int]) -> list[RankRange]:
 
 def _merged(owned: list[RankRange]) -> list[RankRange]:
     result: list[RankRange] = []
-    for one in owned:
-        if result and result[-1].rank == one.rank and result[-1].stop == one.start:
-            result[-1] = RankRange(result[-1].start, one.stop, one.rank)
+    for span in owned:
+        if result and result[-1].rank == span.rank and result[-1].stop == span.start:
+            result[-1] = RankRange(result[-1].start, span.stop, span.rank)
         else:
-            result.append(one)
+            result.append(span)
     return result
 
 
 def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) -> list[ShardPair]:
     """Elements [start, stop) cut wherever the owner changes in some job. maps: owners() of each job."""
-    edges = {name: [one.start for one in owned] for name, owned in maps.items()}
+    edges = {name: [span.start for span in owned] for name, owned in maps.items()}
     cuts = {start, stop}
     for name, owned in maps.items():
         first = bisect_right(edges[name], start)
-        for one in owned[first:]:
-            if one.start >= stop:
+        for span in owned[first:]:
+            if span.start >= stop:
                 break
-            cuts.add(one.start)
+            cuts.add(span.start)
     return [
         ShardPair(a, b, {name: owned[bisect_right(edges[name], a) - 1].rank for name, owned in maps.items()})
         for a, b in pairwise(sorted(cuts))
@@ -117,7 +117,7 @@ def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) 
 def owned_ranges(owned: Sequence[RankRange], rank: int, start: int, stop: int) -> list[Range]:
     """What `rank` exchanges of elements [start, stop)."""
     return [
-        (max(one.start, start), min(one.stop, stop))
-        for one in owned
-        if one.rank == rank and one.start < stop and start < one.stop
+        (max(span.start, start), min(span.stop, stop))
+        for span in owned
+        if span.rank == rank and span.start < stop and start < span.stop
     ]

@@ -157,27 +157,25 @@ class OuterState:
     @property
     def host_bytes(self) -> int:
         """What all of it takes."""
-        tensors = [
-            one for f in self.fragments for one in (f.anchor, f.momentum, f.residual) if one is not None
-        ]
-        return sum(one.numel() * one.element_size() for one in tensors)
+        tensors = (tensor for f in self.fragments for tensor in (f.anchor, f.momentum, f.residual))
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def to_dict(self, pending: bool = True) -> dict[str, Any]:
         """For a checkpoint (saved.py). pending: with what is committed and not applied yet."""
         fragments = []
         for f in self.fragments:
-            one: dict[str, Any] = {
+            content: dict[str, Any] = {
                 "ranges": [list(pair) for pair in f.ranges],
                 "version": f.version,
                 "anchor": f.anchor.clone(),
             }
-            one |= {
+            content |= {
                 name: value.clone()
                 for name, value in (("momentum", f.momentum), ("residual", f.residual))
                 if value is not None
             }
-            one["pending"] = [_copied(step) for step in f.pending] if pending else []
-            fragments.append(one)
+            content["pending"] = [_copied(step) for step in f.pending] if pending else []
+            fragments.append(content)
         return {"position": self.weights.position, "digest": self.weights.digest, "fragments": fragments}
 
     def load(self, saved: dict[str, Any], source: str) -> None:
@@ -202,11 +200,10 @@ class OuterState:
                 if getattr(mine, name) is not None and name in theirs:
                     getattr(mine, name).copy_(theirs[name])
             mine.version = theirs["version"]
-            mine.pending = [Pending(**one) for one in theirs["pending"]]
+            mine.pending = [Pending(**step) for step in theirs["pending"]]
 
 
 def _copied(pending: Pending) -> dict[str, Any]:
     """For a checkpoint: tensors that stay as they are."""
-    return {
-        name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in vars(pending).items()
-    }
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in vars(pending).items()}

@@ -98,17 +98,17 @@ class Weights:
 
     def held(self, start: int, stop: int) -> list[Part]:
         """What this rank holds of [start, stop), as parts: views."""
-        found = []
+        parts = []
         for part in self.parts:
             a, b = max(part.start, start), min(part.stop, stop)
             if a < b:
-                found.append(Part(a, part.values[a - part.start : b - part.start]))
-        return found
+                parts.append(Part(a, part.values[a - part.start : b - part.start]))
+        return parts
 
     def checksum(self) -> int:
         """Of all that this rank holds."""
-        sums = (checksum(one.to("cpu", torch.float32), part.start + k * _CHUNK, self.position)
-                for part in self.parts for k, one in enumerate(part.values.split(_CHUNK)))  # fmt: skip
+        sums = (checksum(chunk.to("cpu", torch.float32), part.start + k * _CHUNK, self.position)
+                for part in self.parts for k, chunk in enumerate(part.values.split(_CHUNK)))  # fmt: skip
         return sum(sums) & _MASK
 
     def read(self, ranges: Sequence[Range], out: torch.Tensor) -> torch.Tensor:
