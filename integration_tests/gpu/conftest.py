@@ -85,8 +85,8 @@ class GpuLab:
         env = {"PYTEST_CURRENT_TEST": "", **(env or {})}
         nodes, before = order.split(","), self.lab.counters()
         with self._starts:
-            job = self.lab.start([sys.executable, *command], order=nodes, processes=processes, preload=preload,
-                                 env=env, gpus=(gpus or self.gpus) if on_gpus else None, timeout=timeout,
+            job = self.lab.start([sys.executable, *command], order=nodes, processes=processes,
+                                 preload=preload, env=env, gpus=(gpus or self.gpus) if on_gpus else None, timeout=timeout,
                                  **options)
         labels: list[str] = [f"{node}:{local}" for node in nodes for local in range(processes)]
         told: list[str] = []
