@@ -45,7 +45,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import passes
 from holmes_ext.plan.passes.schedule import OnePass, PassOrder, before
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.traffic import VERBS
+from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,12 @@ class ListedEarly:
 
 @dataclass(frozen=True)
 class ReceiveOrder:
-    """in_flight: micro-batches in flight, by stage; busy_s: seconds that each computes for one, or ()."""
+    """in_flight: micro-batches in flight, by stage; busy_s: seconds that each computes for one, or (); free:
+    messages need no one order (gloo)."""
 
     in_flight: tuple[int, ...]
     busy_s: tuple[float, ...] = ()
+    free: bool = False
 
     def early(self, own: int, other: int, micro_batches: int) -> Early:
         """On stage `own`, for messages of its neighbour `other`; micro_batches: of a step."""
@@ -99,6 +101,8 @@ class ReceiveOrder:
         ahead, behind = (min(held, micro_batches) for held in self.in_flight[first : first + 2])
         longer = (self.busy_s[first + 1] - self.busy_s[first]) / max(self.busy_s) if self.busy_s else 0.0
         room = ahead - behind
+        if self.free:
+            return Early(room, behind if own == first else None)
         lead = behind + min(max(floor((room + longer) / 2 + 0.5), 0), room)
         return Early(ahead - lead, lead) if own == first else Early(lead - behind)
 
@@ -146,4 +150,5 @@ def flight_of(plan: Plan, network_api: str) -> Flight | None:
     if traffic.passes:
         return ListedOrder(listed_passes(traffic.passes, network_api))
     held = traffic.in_flight
-    return ReceiveOrder(held, tuple(load.busy_s for load in plan.loads)) if held else None
+    busy_s = tuple(load.busy_s for load in plan.loads)
+    return ReceiveOrder(held, busy_s, network_api == SOCKETS) if held else None

@@ -162,8 +162,10 @@ def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
     for seed in SEEDS:
         rng = random.Random(seed)
         stages, count = rng.randint(2, 6), rng.randint(1, 12)
-        passes, _ = drawn_passes(rng, stages, count, sorted(rng.choices(range(1, 10), k=stages))[::-1])
-        logs = launched(monkeypatch, ListedOrder(passes), count, steps=1)
+        held = sorted(rng.choices(range(1, 10), k=stages))[::-1]
+        listed_order = ListedOrder(drawn_passes(rng, stages, count, held)[0])
+        flight = listed_order if seed % 2 else ReceiveOrder(tuple(held), free=True)
+        logs = launched(monkeypatch, flight, count, steps=1)
         for stage, peer in [pair for first in range(stages - 1) for pair in
                             ((first, first + 1), (first + 1, first))]:
             letter = "F" if stage < peer else "B"
@@ -173,6 +175,21 @@ def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
                 posted, early = posts(logs[peer], stage), sent_before(logs[peer], peer, stage, number)
                 assert early <= needed, (seed, stage, peer, number)
                 assert len(posted) == count * len(FORMS)
+
+
+def test_the_mailbox_posts_receives_where_the_list_says(monkeypatch):
+    """posted_after, which torch's pipelining and the simulation go by: of each receive, how much was sent to
+    that end before."""
+    for seed in SEEDS[1:60:2]:
+        flight, count = drawn(seed)
+        for passes in (flight.schedule, replace(flight.schedule, leads=())):
+            for stage, log in launched(monkeypatch, ListedOrder(passes), count, steps=1).items():
+                for peer in {one.peer for one in messages(log) if isinstance(one, Launch)}:
+                    kind = "F" if peer < stage else "B"
+                    for number in range(count):
+                        after = passes.posted_after(min(stage, peer), kind, number)
+                        sent = (after[1] + 1) * len(FORMS) if after else 0
+                        assert sent_before(log, stage, peer, number) == sent, (seed, stage, peer, number)
 
 
 def seen(log, letter, number):
