@@ -36,7 +36,7 @@ class Run:
     def ready(self, job, number, norm=1.0, tokens=100, salted="", why=""):
         salt_round = number if salted else 0
         report = ReadyReport(
-            number, (number - 1) % 2, claims_of(self.fragments[job]), tokens, norm, why, salted, salt_round
+            (number - 1) % 2, claims_of(self.fragments[job]), number, tokens, norm, why, salted, salt_round
         )
         return self.coordinator.ready(job, report, self.now)
 

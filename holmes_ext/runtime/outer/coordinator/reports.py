@@ -109,9 +109,9 @@ class ReadyReport:
     """norm: of the pseudo-gradient as it will be sent; None: it does not count, and `why`. salted: the
     fragment's checksum with the salt of `salt_round`."""
 
-    round: int = _told(_number, 1, MOST)
     fragment: int
     claims: tuple[Claim, ...]
+    round: int = _told(_number, 1, MOST)
     tokens: float = _told(_real, _MOST_TOKENS)
     norm: float | None = _told(_real, _MOST_NORM, default=None)
     why: str = _told(_line, default="")

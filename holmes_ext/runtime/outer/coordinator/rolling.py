@@ -111,7 +111,7 @@ class RollingCoordinator(Coordinator):
             offer = self._offers[member.name].offers[fragment]
             claims = self._offers[member.name].claims
             known.ready[member.name] = ReadyReport(
-                known.number, fragment, claims, offer.tokens, offer.norm, offer.why
+                fragment, claims, known.number, offer.tokens, offer.norm, offer.why
             )
         ranks = {m.name: len(m.hello.addresses) for m in contributors}
         counts = counted(known, ranks, outer_settings(contributors), self.usual_of(fragment))

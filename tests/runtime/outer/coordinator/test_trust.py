@@ -251,7 +251,7 @@ def test_sums_are_told_with_a_salt_that_was_not_known():
     second = Run(*THREE)
     second.ready("east", 1, salted=OTHER)
     second.ready("north", 1, salted=OTHER)
-    report = ReadyReport(1, 0, claims_of(second.fragments["west"]), 100, 1.0, "",
+    report = ReadyReport(0, claims_of(second.fragments["west"]), 1, 100, 1.0, "",
                                         16 * "2", 7)  # fmt: skip
     go = second.coordinator.ready("west", report, second.now)
     assert set(go["members"]) == set(THREE), "a sum with another round's salt says nothing"
