@@ -52,7 +52,7 @@ def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
     lines: list[str] = []
     command = [sys.executable, "-m", "holmes_ext.cli.main", "join", "serve", "--port", str(_PORT)]
     node = lab.nodes[0]
-    serve = lab.start(command, order=[node.name], env={"HOLMES_JOIN_TOKEN": TOKEN},
+    serve = lab.start(command, order=[node.name], processes=1, env={"HOLMES_JOIN_TOKEN": TOKEN},
                       on_line=lambda rank, line, stream: lines.append(line))  # fmt: skip
     try:
         await_(lambda: any("jobs meet" in line for line in lines), 60, "the coordinator")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,7 @@ class GpuLab:
     """A lab whose jobs find emulated GPUs."""
 
     def __init__(self, lab: Lab, file: Path, gpus: Gpus):
-        self.lab, self.file, self.gpus = lab, file, gpus
+        self.lab, self.file, self.gpus, self._starts = lab, file, gpus, threading.Lock()
 
     def run(self, *command: str, order: str = "a0,b0,a1,b1", processes: int = 2, preload=("torch",), env=None,
             on_gpus: bool = True, gpus: Gpus | None = None, timeout: float = 600, end_s: float = END_S,
@@ -83,9 +84,10 @@ class GpuLab:
         without progress after which it is ended."""
         env = {"PYTEST_CURRENT_TEST": "", **(env or {})}
         nodes, before = order.split(","), self.lab.counters()
-        job = self.lab.start([sys.executable, *command], order=nodes, processes=processes, preload=preload,
-                             env=env,
-                             gpus=(gpus or self.gpus) if on_gpus else None, timeout=timeout, **options)
+        with self._starts:
+            job = self.lab.start([sys.executable, *command], order=nodes, processes=processes,
+                                 preload=preload, env=env, gpus=(gpus or self.gpus) if on_gpus else None, timeout=timeout,
+                                 **options)
         labels: list[str] = [f"{node}:{local}" for node in nodes for local in range(processes)]
         told: list[str] = []
         watched = WatchedRun(job.wait()) if job.watch is None else wait_watched(

@@ -44,7 +44,8 @@ def test_no_race_is_reported(lab, gpus, job, late):
 
 
 @full
-def test_no_race_is_reported_of_joined_jobs(lab):
+def test_no_race_is_reported_of_joined_jobs(lab, monkeypatch):
+    monkeypatch.setenv("HOLMES_JOIN_PLAIN", "on")
     with coordinator(lab.lab) as (where, _), ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(lab.run, *PLAIN, *join_flags(name, where, "min=2,every=2,fragments=1,delay=1"),
                             order=node, env={**SANITIZED, "HOLMES_JOIN_TOKEN": TOKEN})
