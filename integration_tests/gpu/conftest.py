@@ -86,8 +86,8 @@ class GpuLab:
         nodes, before = order.split(","), self.lab.counters()
         with self._starts:
             job = self.lab.start([sys.executable, *command], order=nodes, processes=processes,
-                                 preload=preload, env=env, gpus=(gpus or self.gpus) if on_gpus else None, timeout=timeout,
-                                 **options)
+                                 preload=preload, env=env, gpus=(gpus or self.gpus) if on_gpus else None,
+                                 timeout=timeout, **options)
         labels: list[str] = [f"{node}:{local}" for node in nodes for local in range(processes)]
         told: list[str] = []
         watched = WatchedRun(job.wait()) if job.watch is None else wait_watched(
