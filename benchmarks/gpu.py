@@ -37,7 +37,8 @@ from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests")]
+sys.path[:0] = [str(ROOT / name)
+                for name in (".", "tests", "integration_tests", "examples/megatron_core/on_cpu")]
 from integration_tests.gpu.conftest import TOML  # noqa: E402
 
 SCRIPTS = ROOT / "integration_tests" / "gpu"

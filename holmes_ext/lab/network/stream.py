@@ -44,10 +44,10 @@ def _send(address: str, sizes: list[int], floods: bool, alone: bool) -> dict[str
 
 def _exchanges(connection: socket.socket, size: int, least_s: float) -> list[float]:
     """Seconds of each message until its acknowledgement, for `least_s` and 5 messages at least."""
-    times: list[float] = []
+    message, times = struct.pack("I", size) + bytes(size), list[float]()
     while sum(times) < least_s or len(times) < 5:
         start = time.perf_counter()
-        connection.sendall(struct.pack("I", size) + bytes(size))
+        connection.sendall(message)
         if not connection.recv(1):
             raise ConnectionError("the receiver has gone")
         times.append(time.perf_counter() - start)
