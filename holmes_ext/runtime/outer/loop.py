@@ -225,7 +225,7 @@ class OuterLoop:
                     "base": in_flight.base,
                     "step": in_flight.step,
                     "outcome": asdict(outcome),
-                    "parts": sent.parts and [[part.start, part.values] for part in sent.parts],
+                    "parts": None if sent.parts is None else [[p.start, p.values] for p in sent.parts],
                 }
             )
         return submitted
