@@ -100,7 +100,7 @@ def _made(current: session.Session, schedule: Any) -> Any:
 
 def _with_receives(actions: list[Any], planned: PassOrder, stage: int) -> list[Any]:
     """The stage's actions, its receives where the plan posts them."""
-    receives, rest = defaultdict(list), []
+    receives, rest = defaultdict[Any, list[Any]](list), list[tuple[Any, Any]]()
     for action in actions:
         what, _, kind = action.computation_type.name.partition("_")
         if what == "RECV":

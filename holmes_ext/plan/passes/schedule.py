@@ -132,7 +132,8 @@ class PassOrder:
         """By which the two ends post their receives, each a gradient's lead (see leads): the later stage
         those of activations, the earlier one those of gradients. Without an order of the messages as early
         as the other end may send."""
-        return (self.leads[edge],) * 2 if self.leads else (self._sent[edge], self._sent[edge + 1])
+        listed = self.leads or self._sent
+        return listed[edge], self.leads[edge] if self.leads else self._sent[edge + 1]
 
     def posted_after(self, edge: int, kind: str, number: int) -> OnePass | None:
         """What the receiver has sent over the edge when it posts the receive of an activation ("F") or a

@@ -88,7 +88,7 @@ def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassO
         return tried[key]
 
     def ordered(orders: Sequence[Sequence[OnePass]]) -> PassOrder:
-        found = PassOrder(tuple(map(tuple, orders)))
+        found = PassOrder(tuple(tuple(order) for order in orders))
         return found.in_one_order(times) if one_order else found
 
     def descended(rules: list[Rule]) -> list[Rule]:
