@@ -83,7 +83,7 @@ def two_kinds(factor=1.0, reduction=(0.1, 0.1), blocks=8, micro=8, **more):
 
 def test_balanced_is_the_best_of_all_splits():
     rng, unfit = random.Random(1), 0
-    for case in range(500):
+    for case in range(1500):
         stages = rng.randint(1, 5)
         costs = random_costs(rng, stages, rng.randint(stages, 8), alike=rng.random() < 0.3)
         outcomes = [predict(costs, split) for split in splits(costs.blocks, stages)]
@@ -95,7 +95,7 @@ def test_balanced_is_the_best_of_all_splits():
             continue
         found = predict(costs, balanced(costs))
         assert all(found.fits) and found.step_s == pytest.approx(min(fitting), rel=2e-7), case
-    assert 6 < unfit < 300
+    assert 20 < unfit < 1000
 
 
 def milp_step(costs):
@@ -285,7 +285,7 @@ def test_estimate_against_a_simulation_of_1f1b():
     The formula lets no bubble of a fast stage hide behind a slow one, so it is worst where stages are least
     equal."""
     rng, errors = random.Random(0), []
-    for _ in range(100):
+    for _ in range(300):
         stages, blocks = rng.randint(2, 6), rng.randint(12, 40)
         gpus = [rng.choice((1.0, 1.5)) for _ in range(stages)]
         rows = tuple((0.1, *(gpu,) * blocks, 0.7 * gpu) for gpu in gpus)
