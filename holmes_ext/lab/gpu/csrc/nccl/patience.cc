@@ -29,6 +29,16 @@ void in_vain() {
   last = now;
 }
 
+// What a call on a socket returned, after a sleep where it asked in vain.
+template <typename Result>
+Result tried(Result result) {
+  if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+    in_vain();
+    errno = EAGAIN;
+  }
+  return result;
+}
+
 }  // namespace
 
 extern "C" {
@@ -40,31 +50,16 @@ int __wrap_sched_yield() {
 
 ssize_t __real_recv(int socket, void* buffer, size_t size, int flags);
 ssize_t __wrap_recv(int socket, void* buffer, size_t size, int flags) {
-  ssize_t got = __real_recv(socket, buffer, size, flags);
-  if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-    in_vain();
-    errno = EAGAIN;
-  }
-  return got;
+  return tried(__real_recv(socket, buffer, size, flags));
 }
 
 ssize_t __real_send(int socket, const void* buffer, size_t size, int flags);
 ssize_t __wrap_send(int socket, const void* buffer, size_t size, int flags) {
-  ssize_t sent = __real_send(socket, buffer, size, flags);
-  if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-    in_vain();
-    errno = EAGAIN;
-  }
-  return sent;
+  return tried(__real_send(socket, buffer, size, flags));
 }
 
 int __real_accept(int socket, struct sockaddr* address, socklen_t* length);
 int __wrap_accept(int socket, struct sockaddr* address, socklen_t* length) {
-  int made = __real_accept(socket, address, length);
-  if (made < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-    in_vain();
-    errno = EAGAIN;
-  }
-  return made;
+  return tried(__real_accept(socket, address, length));
 }
 }
