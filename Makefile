@@ -44,11 +44,14 @@ demo: tools .venv
 # `make -j2 test faults`: some of the faults are tests otherwise.
 BESIDE := $(if $(filter faults,$(MAKECMDGOALS)),--ignore integration_tests/joined/test_faults.py)
 
-# Both rooms at once, each with its report at the end: much of either waits for processes that it started.
+# Both rooms at once, each with its report at the end, and unit tests by two workers: much of either waits for processes that
+# it started.
 test: tools .venv
 	@mkdir -p build; status=0; started=; \
 	for room in $(TESTS); do \
-	    $(BIN)/python -m pytest --timeout=900 $$room $(BESIDE) $(PYTEST_ARGS) > build/$$room.log 2>&1 & started="$$started $$!:$$room"; \
+	    workers=; if [ $$room = tests ]; then workers="-n 2 --dist loadfile"; fi; \
+	    $(BIN)/python -m pytest --timeout=900 $$room $$workers $(BESIDE) $(PYTEST_ARGS) > build/$$room.log 2>&1 & \
+	    started="$$started $$!:$$room"; \
 	done; \
 	for one in $$started; do wait $${one%%:*} || status=1; cat build/$${one#*:}.log; done; exit $$status
 

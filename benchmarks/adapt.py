@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
 
+#: (scene, repetitions, runs that a file has) -> its rows.
+Rows = Callable[[str, int, Runs], list[Row]]
 #: Steps by which a plan must have learned; that are timed.
 FIRST, STEPS = 8, 14
 SEQUENCE, DRAWN, HOURS = 128, 12, adapt_hours.PIPELINES + adapt_hours.SUMS
@@ -108,7 +111,7 @@ def _variant(name: str, file: Path, *flags: str) -> Variant:
     return Variant(name, spec, interleave(spec), ("--holmes", "--holmes-cluster", str(file), *flags))
 
 
-def half_a_stage(name: str, engine: str, scene: Scene, repetitions: int) -> list[Row]:
+def half_a_stage(engine: str, scene: Scene, name: str, repetitions: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         slow, free = (_file(Path(directory), rate) for rate in (scene.half_bps, 1e9))
         off = ("--holmes-adapt", "off")
@@ -132,7 +135,7 @@ def steps_of(name: str, series: dict[str, Series]) -> list[Row]:
             for one in series.values()]
 
 
-def nothing_to_gain(name: str, engine: str, repetitions: int, runs: Runs) -> list[Row]:
+def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
     scene = Scene(6, 32, 6 if engine in ENGINES else 2, 0.1)
 
     def three() -> list[tuple[float, float]]:
@@ -163,13 +166,13 @@ def nothing_to_gain(name: str, engine: str, repetitions: int, runs: Runs) -> lis
 # --------------------------------------------------------------------------- rates that change
 
 
-def trace(name: str, engine: str, runs: Runs) -> list[Row]:
+def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
     scene = Scene(6, 64, 8, 0.05)
     return adapt_trace.rows(name, _script(engine, scene), _accelerator(engine, scene), scene.half_bps, _file,
                             _variant, runs)
 
 
-def predicted(name: str, engine: str, runs: Runs) -> list[Row]:
+def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
     scene = Scene(6, 64, 8, 0.1)
 
     def run(variant: Variant, micro_batches: int) -> float:
@@ -181,22 +184,33 @@ def predicted(name: str, engine: str, runs: Runs) -> list[Row]:
     return adapt_prediction.rows(name, engine, scene.half_bps, _file, _variant, run, runs)
 
 
-def simulated(name: str, made: Callable[[str, int], list[Row]], number: int, repetitions: int) -> list[Row]:
-    return made(name, number)
+def whole(made: Callable[[str, int], list[Row]]) -> Rows:
+    """made(name, repetitions), whose rows are kept together."""
+
+    def rows(name: str, repetitions: int, runs: Runs) -> list[Row]:
+        found = runs.of(name, lambda: [row.to_dict() for row in made(name, repetitions)])
+        return list(map(Row.from_dict, found or []))
+
+    return rows
 
 
-MADE = {
-    **{f"{engine} {number}": (half_a_stage, engine, scene) for engine in ENGINES
+def once(made: Callable[[str, int], list[Row]], number: int) -> Rows:
+    """made(name, number), which nobody need repeat."""
+    return whole(lambda name, _: made(name, number))
+
+
+MADE: dict[str, Rows] = {
+    **{f"{engine} {number}": whole(partial(half_a_stage, engine, scene)) for engine in ENGINES
        for number, scene in enumerate(SCENES, start=1)},
-    **{f"{engine} issue": (half_a_stage, engine, ISSUE) for engine in ENGINES},
-    **{f"{engine} trace": (trace, engine) for engine in ENGINES},
-    **{f"{engine} prediction": (predicted, engine) for engine in ENGINES},
-    "nothing to gain": (nothing_to_gain, "deepspeed"),
-    "nothing to gain plain": (nothing_to_gain, "plain"),
-    "vote": (adapt_vote.rows,),
-    **{f"simulated {number}": (simulated, adapt_simulated.drawn, number)
+    **{f"{engine} issue": whole(partial(half_a_stage, engine, ISSUE)) for engine in ENGINES},
+    **{f"{engine} trace": partial(trace, engine) for engine in ENGINES},
+    **{f"{engine} prediction": partial(predicted, engine) for engine in ENGINES},
+    "nothing to gain": partial(nothing_to_gain, "deepspeed"),
+    "nothing to gain plain": partial(nothing_to_gain, "plain"),
+    "vote": whole(adapt_vote.rows),
+    **{f"simulated {number}": once(adapt_simulated.drawn, number)
        for number in range(1, adapt_simulated.DRAWN + 1)},
-    **{f"simulated hour {number}": (simulated, adapt_hours.rows, number) for number in range(1, HOURS + 1)},
+    **{f"simulated hour {number}": once(adapt_hours.rows, number) for number in range(1, HOURS + 1)},
 }  # fmt: skip
 
 
@@ -207,19 +221,9 @@ def main() -> int:
     given = arguments.parse_args()
     names, runs, rows = chosen(given.scenes, MADE), Runs(given.runs, given.minutes), []
     for name in names:
-        rows += rows_of(name, given.repetitions, runs)
+        rows += MADE[name](name, given.repetitions, runs)
         write([*kept(given.json, names), *rows], given.json)
     return finish([*kept(given.json, names), *rows], given.json, "A plan that learns while the job runs")
-
-
-def rows_of(name: str, repetitions: int, runs: Runs) -> list[Row]:
-    made, *about = MADE[name]
-    if made in (trace, predicted):
-        return made(name, *about, runs)
-    if made is nothing_to_gain:
-        return made(name, *about, repetitions, runs)
-    found = runs.of(name, lambda: [row.to_dict() for row in made(name, *about, repetitions)])
-    return list(map(Row.from_dict, found or []))
 
 
 if __name__ == "__main__":

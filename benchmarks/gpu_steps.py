@@ -47,8 +47,10 @@ from holmes_ext.plan.sizes import Sizes
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests",
                                               "examples/megatron_core/on_cpu")]
+from carriers import LESS_MEMORY  # noqa: E402
+
 from integration_tests.gpu import commands  # noqa: E402
-from integration_tests.megatron_deepspeed.job import read_log  # noqa: E402
+from integration_tests.megatron_deepspeed.job import byte_vocabulary, read_log  # noqa: E402
 
 SLOWER = 5
 FLOPS = 2.3e9 / SLOWER
@@ -83,9 +85,9 @@ def emulated() -> Gpus:
 
 
 def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
-    order = interleave(spec)
-    return [Variant("stock", spec, order), Variant("holmes", spec, order, ("--holmes", "--holmes-cluster",
-                                                                           str(file))), all_rdma(spec)]
+    order, holmes = interleave(spec), ("--holmes", "--holmes-cluster", str(file))
+    return [replace(variant, env={**variant.env, **LESS_MEMORY}) for variant in (
+        Variant("stock", spec, order), Variant("holmes", spec, order, holmes), all_rdma(spec))]
 
 
 def example(name: str, variants: Sequence[Variant], repetitions: int, steps: int) -> dict[str, Series]:
@@ -104,8 +106,9 @@ def pretrain_gpt(variants: Sequence[Variant], folder: Path, source: Path, repeti
                                   "steps_per_print": 1000, "zero_optimization": {"stage": 0}}))
     more = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} "
             f"--max-position-embeddings {SEQUENCE} --micro-batch-size 1 --global-batch-size {batch} "
-            f"--train-iters {steps} --deepspeed_config {config}").split()
-    command = commands.megatron_deepspeed(folder, source, 0, *more)
+            f"--train-iters {steps} --deepspeed_config {config} --make-vocab-size-divisible-by 8").split()
+    command = commands.megatron_deepspeed(folder, source, 0, *more,
+                                          vocabulary=byte_vocabulary(source, folder))
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
         labs = {variant.spec.digest: variant.spec for variant in variants}
@@ -116,11 +119,12 @@ def pretrain_gpt(variants: Sequence[Variant], folder: Path, source: Path, repeti
                 lab, one = labs[variant.spec.digest], series[variant.name]
                 before = lab.counters()
                 result = lab.run([sys.executable, *command.words, *variant.flags], order=variant.order,
-                                 env={**command.env, **commands.ON_GPU}, cwd=command.inside,
+                                 env={**command.env, **commands.ON_GPU, **variant.env}, cwd=command.inside,
                                  preload=command.preload, timeout=300, gpus=emulated())
                 log, after = read_log(result), lab.counters()
                 one.steps.append([log.seconds[step] for step in range(SKIP + 1, steps + 1)])
-                one.losses, one.busy = list(log.losses.values()), max(one.busy, result.busy)
+                one.losses = list(log.losses.values())
+                one.busy = max(one.busy, result.busy_in_last(sum(one.steps[-1])))
                 one.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics}
                             for node, nics in after.items()}
     return series

@@ -17,7 +17,6 @@ benchmarks/edges.py.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.sizes import Sizes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests" / "megatron_deepspeed"))
-from job import Checkout, read_log  # noqa: E402
+from job import Checkout, byte_vocabulary, read_log  # noqa: E402
 
 VARIABLE = "MEGATRON_DEEPSPEED_DIR"
 MODEL = ("--num-layers 6 --hidden-size 288 --num-attention-heads 4 --seq-length 16 --max-position-embeddings "
@@ -54,16 +53,6 @@ SCENES = {
 
 #: "tied 4+4": the same, and rows of the embedding (GPT-2's 50,257, made divisible).
 TIED, TIED_SCENE, TIED_ROWS = "deepspeed-tied", "tied 4+4", 50264
-
-
-def byte_vocabulary(source: Path, folder: Path) -> tuple[Path, Path]:
-    """Files for Megatron's GPT2BPETokenizer: GPT-2's 256 byte tokens and the end of a text, and no merges."""
-    known = json.loads((source / "examples_deepspeed/rebase/gpt2-vocab.json").read_text())
-    tokens = {token: number for token, number in known.items() if number < 256}
-    vocabulary, merges = folder / "bytes.json", folder / "merges.txt"
-    vocabulary.write_text(json.dumps({**tokens, "<|endoftext|>": 256}))
-    merges.write_text("#version: 0.2\n")
-    return vocabulary, merges
 
 
 def command_of(checkout: Checkout, micro_batches: int, ranks: int, steps: int) -> list[str]:
@@ -119,7 +108,8 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
     log, after = read_log(result), lab.counters()
     assert list(log.losses) == list(range(1, steps + 1)), log
     series.steps.append([log.seconds[step] for step in range(SKIP + 1, steps + 1)])
-    series.losses, series.busy = list(log.losses.values()), max(series.busy, result.busy)
+    series.losses = list(log.losses.values())
+    series.busy = max(series.busy, result.busy_in_last(sum(series.steps[-1])))
     series.emulated, series.realtime, series.lines = (result.emulated, series.realtime and result.realtime,
                                                       log.lines)
     series.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics}

@@ -44,7 +44,7 @@ class Variant:
 class Series:
     """Of one variant. steps: seconds of each run's measured steps; losses: of the last run's steps; sent:
     node -> NIC -> bytes a step (last run, start-up included); lines: rank 0's of the last run; busy: share of
-    this machine's cores in use, at most."""
+    this machine's cores that was used while steps were measured, of the run that used most."""
 
     name: str
     steps: list[list[float]] = field(default_factory=list)
@@ -137,7 +137,7 @@ def _run(lab: Lab, variant: Variant, script: Sequence[str], steps: int, skip: in
     series.steps.append([record["seconds"] for record in records[skip:]])
     series.losses = [record["loss"] for record in records]
     series.emulated, series.realtime = result.emulated, series.realtime and result.realtime
-    series.busy = max(series.busy, result.busy)
+    series.busy = max(series.busy, result.busy_in_last(sum(series.steps[-1])))
     series.lines = [line for _, line in result.lines[0]]
     series.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics}
                    for node, nics in after.items()}

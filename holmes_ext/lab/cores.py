@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 #: Share of the cores' time from which on a timing is "bound by this machine's cores".
@@ -32,23 +34,25 @@ def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
 
 
 class CoreMeter:
-    """Measures how busy the cores are from its making on, in pieces of SAMPLE_S."""
+    """Measures how busy the cores are from its making on: `shares` of pieces of SAMPLE_S, in order."""
 
     SAMPLE_S = 0.5
 
     def __init__(self) -> None:
         self._began, self._before = time.monotonic(), core_times()
-        self._shares: list[float] = []
+        self.shares: list[float] = []
 
     def sample(self) -> None:
         """Called often: counts a piece once it is over."""
         now = time.monotonic()
         if now - self._began >= self.SAMPLE_S:
             times = core_times()
-            self._shares.append(times.busy_since(self._before))
+            self.shares.append(times.busy_since(self._before))
             self._began, self._before = now, times
 
-    @property
-    def busy(self) -> float:
-        """The median of the pieces: imports and the end do not count."""
-        return statistics.median(self._shares or [core_times().busy_since(self._before)])
+
+def median_share(shares: Sequence[float], last_s: float = inf) -> float:
+    """The median of a CoreMeter's shares, of its last `last_s` seconds: imports and the end do not count. 0
+    where there are none."""
+    pieces = max(1, round(min(last_s / CoreMeter.SAMPLE_S, len(shares))))
+    return statistics.median(shares[-pieces:] or [0.0])

@@ -163,9 +163,10 @@ class FusedLayerNormAffineFunction:
 }
 
 
-def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str) -> Command:
+def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str,
+                       vocabulary: tuple[Path, Path] | None = None) -> Command:
     """Its weights are drawn on the CPU, for a GPU draws others; Apex's modules are torch's, on both sides."""
-    copy, apex = Checkout(checkout, folder), folder / "apex_of_torch"
+    copy, apex = Checkout(checkout, folder, vocabulary), folder / "apex_of_torch"
     for name, text in APEX_OF_TORCH.items():
         (apex / name).parent.mkdir(parents=True, exist_ok=True)
         (apex / name).write_text(text)

@@ -40,6 +40,16 @@ class Log:
     served: list[str]
 
 
+def byte_vocabulary(source: Path, folder: Path) -> tuple[Path, Path]:
+    """Files for Megatron's GPT2BPETokenizer: GPT-2's 256 byte tokens and the end of a text, and no merges."""
+    known = json.loads((source / "examples_deepspeed/rebase/gpt2-vocab.json").read_text())
+    tokens = {token: number for token, number in known.items() if number < 256}
+    vocabulary, merges = folder / "bytes.json", folder / "merges.txt"
+    vocabulary.write_text(json.dumps({**tokens, "<|endoftext|>": 256}))
+    merges.write_text("#version: 0.2\n")
+    return vocabulary, merges
+
+
 class Checkout:
     """A copy of a Megatron-DeepSpeed checkout (running it compiles and writes into it), with a corpus made by
     its own tool.
@@ -125,7 +135,7 @@ class Checkout:
 
 def read_log(result) -> Log:
     """From the outputs of all ranks; AssertionError shows them when the run failed."""
-    assert result.returncode == 0, result.outputs[result.first_failed][-6000:]
+    assert result.returncode == 0, f"{result.returncode}: {result.outputs[result.first_failed or 0][-6000:]}"
     lines = [line for output in result.outputs.values() for line in output.splitlines()]
     found = [match for match in map(LOSS.search, lines) if match]
     losses = {int(match[1]): float(match[3]) for match in found}

@@ -1,7 +1,9 @@
 """How busy the cores of this machine are, from /proc/stat."""
 
+import time
+
 from holmes_ext.lab import cores
-from holmes_ext.lab.cores import CoreMeter, CoreTimes, core_times
+from holmes_ext.lab.cores import CoreMeter, CoreTimes, core_times, median_share
 
 
 def test_waiting_for_a_disk_is_not_busy_and_interrupts_are(tmp_path):
@@ -23,8 +25,16 @@ def test_the_median_of_its_pieces(monkeypatch):
     meter = CoreMeter()
     for _ in range(5):
         meter.sample()
-    assert meter.busy == 0.25
+    assert median_share(meter.shares) == 0.25
+    assert median_share(meter.shares, 2 * meter.SAMPLE_S) == (0.25 + 1.0) / 2
 
 
 def test_this_machine():
-    assert 0.0 <= CoreMeter().busy <= 1.0
+    meter = CoreMeter()
+    time.sleep(meter.SAMPLE_S)
+    meter.sample()
+    assert 0.0 <= median_share(meter.shares) <= 1.0
+
+
+def test_nothing_measured_is_nothing_used():
+    assert median_share([]) == 0.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.cores import CoreMeter
+from holmes_ext.lab.cores import CoreMeter, median_share
 from holmes_ext.lab.process import wire
 
 OnLine = Callable[[int, str, str], None]
@@ -33,8 +33,8 @@ class RunResult:
     returncode: 0, or the exit status of the first rank that failed (128 + n for signal n), 124 when time was
     up; first_failed: that rank, or None; lines: for each rank (stream, line) in the order of arrival, stream
     "stdout" or "stderr"; seconds: from the first fork to the last exit; emulated: an emulated accelerator
-    made the timings; realtime: every rank ran under SCHED_RR; busy: share of this machine's cores that was
-    used, by anybody, 0 to 1 (CoreMeter).
+    made the timings; realtime: every rank ran under SCHED_RR; core_shares: of this machine's cores that were
+    used, by anybody, 0 to 1, from the start to the end (CoreMeter).
     """
 
     returncode: int
@@ -44,7 +44,15 @@ class RunResult:
     first_failed: int | None = None
     emulated: bool = False
     realtime: bool = False
-    busy: float = 0.0
+    core_shares: tuple[float, ...] = ()
+
+    @property
+    def busy(self) -> float:
+        return median_share(self.core_shares)
+
+    def busy_in_last(self, seconds: float) -> float:
+        """Those of them in which steps were timed, say."""
+        return median_share(self.core_shares, seconds)
 
     @property
     def outputs(self) -> dict[int, str]:
@@ -165,7 +173,7 @@ class Job:
             self._result = RunResult(
                 self._code, dict(sorted(self._statuses.items())), self._lines,
                 time.monotonic() - self._started,
-                self._first_failed, self._emulated, realtime, self._cores.busy)
+                self._first_failed, self._emulated, realtime, tuple(self._cores.shares))
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
                     os.close(key.fd)

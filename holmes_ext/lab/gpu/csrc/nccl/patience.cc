@@ -1,39 +1,26 @@
-// NCCL's host threads wait by asking again and again; on a GPU node each has a core for that, here many ranks
-// share two. Linked by --wrap around what they ask: who asks in vain many times in a row sleeps a little.
+// NCCL's host threads ask again and again, sockets and each other. Linked by --wrap around what they ask:
+// they nap once in a round of questions (runtime/patience.cc), which ends with a yield or comes back to the
+// same socket, until they have all that they asked for.
 
 #include <errno.h>
 #include <sched.h>
 #include <sys/socket.h>
-#include <time.h>
 
-#include <algorithm>
+#include "emulated_gpu.h"
 
 namespace {
 
-constexpr long kGap_ns = 40000;  // longer between two calls: the thread did something else
-constexpr int kFree = 20;        // vain calls before it sleeps
-constexpr long kStep_ns = 4000, kLongest_ns = 150000;
+thread_local int asked_before = -1;  // a socket
 
-void in_vain() {
-  thread_local timespec last{};
-  thread_local int calls = 0;
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  long gap = (now.tv_sec - last.tv_sec) * 1000000000 + now.tv_nsec - last.tv_nsec;
-  calls = gap < kGap_ns ? calls + 1 : 0;
-  if (calls > kFree) {
-    timespec span{0, std::min(kStep_ns * (calls - kFree), kLongest_ns)};
-    nanosleep(&span, nullptr);
-    clock_gettime(CLOCK_MONOTONIC, &now);
-  }
-  last = now;
-}
-
-// What a call on a socket returned, after a sleep where it asked in vain.
+// What the call on the socket returned. done: nothing is left to ask for.
 template <typename Result>
-Result tried(Result result) {
-  if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-    in_vain();
+Result tried(int socket, Result result, bool done) {
+  if (done) {
+    egpuGot();
+    asked_before = -1;
+  } else if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+    if (socket == asked_before) egpuAskedInVain();
+    asked_before = socket;
     errno = EAGAIN;
   }
   return result;
@@ -44,22 +31,26 @@ Result tried(Result result) {
 extern "C" {
 
 int __wrap_sched_yield() {
-  in_vain();
+  asked_before = -1;
+  egpuAskedInVain();
   return 0;
 }
 
 ssize_t __real_recv(int socket, void* buffer, size_t size, int flags);
 ssize_t __wrap_recv(int socket, void* buffer, size_t size, int flags) {
-  return tried(__real_recv(socket, buffer, size, flags));
+  ssize_t moved = __real_recv(socket, buffer, size, flags);
+  return tried(socket, moved, moved == static_cast<ssize_t>(size));
 }
 
 ssize_t __real_send(int socket, const void* buffer, size_t size, int flags);
 ssize_t __wrap_send(int socket, const void* buffer, size_t size, int flags) {
-  return tried(__real_send(socket, buffer, size, flags));
+  ssize_t moved = __real_send(socket, buffer, size, flags);
+  return tried(socket, moved, moved == static_cast<ssize_t>(size));
 }
 
 int __real_accept(int socket, struct sockaddr* address, socklen_t* length);
 int __wrap_accept(int socket, struct sockaddr* address, socklen_t* length) {
-  return tried(__real_accept(socket, address, length));
+  int accepted = __real_accept(socket, address, length);
+  return tried(socket, accepted, accepted >= 0);
 }
 }

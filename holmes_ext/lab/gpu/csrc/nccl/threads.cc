@@ -1,9 +1,7 @@
 #include "threads.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
-#include <time.h>
 
 #include <condition_variable>
 #include <memory>
@@ -14,8 +12,8 @@ namespace device_side {
 
 namespace {
 
-constexpr int kAwake = 60, kYields = 10;  // turns
-constexpr long kFirstSleep_us = 20, kLongestSleep_us = 200, kTold_us = 300000;
+constexpr int kAwake = 60;  // turns
+constexpr long kTold_ns = 300000000;
 
 struct Helper {
   std::condition_variable wake;
@@ -84,6 +82,7 @@ Waiting::Waiting(egpuRunning kernel, volatile uint32_t* abort, std::function<std
 Waiting::~Waiting() {
   if (told_) egpuWaitsFor(kernel_, "");
   if (turns_ > kAwake) egpuProgress();
+  egpuGot();
 }
 
 bool Waiting::goes_on() {
@@ -91,17 +90,11 @@ bool Waiting::goes_on() {
   ++turns_;
   if (turns_ <= kAwake) {
     __builtin_ia32_pause();
-  } else if (turns_ <= kAwake + kYields) {
-    sched_yield();
-  } else {
-    long sleep = std::min(kFirstSleep_us * (1 + (turns_ - kAwake - kYields) / 8), kLongestSleep_us);
-    timespec span{0, sleep * 1000};
-    nanosleep(&span, nullptr);
-    slept_us_ += sleep;
-    if (!told_ && slept_us_ > kTold_us) {
-      told_ = true;
-      egpuWaitsFor(kernel_, describe_().c_str());
-    }
+    return true;
+  }
+  if (egpuAskedInVain() > kTold_ns && !told_) {
+    told_ = true;
+    egpuWaitsFor(kernel_, describe_().c_str());
   }
   return true;
 }

@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "emulated_gpu.h"
+
 namespace rdma {
 
 namespace {
@@ -125,6 +127,7 @@ State Connection::progress() {
       return State::kFailed;
     }
     if (request.moved == request.header + kHeader) {
+      egpuGot();
       request.done = true;
       request.size = request.header;
       done_.push_back(std::move(posted_.front()));

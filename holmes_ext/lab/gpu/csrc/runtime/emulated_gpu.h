@@ -70,6 +70,11 @@ void egpuFail(egpuRunning kernel, const char* message);
 // This host thread waits outside CUDA for another rank, as `call`; target: JSON members. NULL: it goes on.
 void egpuHostWaits(const char* call, const char* target);
 
+// This host thread asked for something in vain, and will ask again: it naps in between. Returns the
+// nanoseconds since it first asked. egpuGot: it has what it asked for; it is awake again.
+long egpuAskedInVain(void);
+void egpuGot(void);
+
 // The value of HOLMES_GPU_<NAME>, or the default.
 long egpuSetting(const char* name, long otherwise);
 
