@@ -25,8 +25,8 @@ SIDE_BY_SIDE = 6
 FIRST = ("time_limit", "srun_node_goes_down", "mpirun_sigterm", "holmes_lab_run", "scontrol_requeue",
          "holmes_doctor_over_an_allocation", "example_sizes", "example_trainer", "example_deepspeed",
          "example_megatron_lm", "example_mpi")
-#: What examples/schedulers/ has, one job after the other; in each run one of them.
-OF_FULL = tuple(name for name in CASES if name.startswith("example_") and name != "example_mpi")
+#: What runs: of examples/schedulers/, one job after the other, one; with HOLMES_TEST_FULL=1 all.
+CHOSEN = [name for name in CASES if FULL or name == "example_mpi" or not name.startswith("example_")]
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,
@@ -47,12 +47,12 @@ def running(request, tmp_path_factory):
              if item.module is request.module
              and "name" in getattr(getattr(item, "callspec", None), "params", ())]
     chosen = [name for name in dict.fromkeys((*FIRST, *names))
-              if name in names and (FULL or name not in OF_FULL)]
+              if name in names and name in CHOSEN]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in chosen}
 
 
-@pytest.mark.parametrize("name", some(CASES, *(name for name in CASES if name not in OF_FULL)))
+@pytest.mark.parametrize("name", some(CASES, *CHOSEN))
 def test_launch(running, name, tmp_path):
     """What the pool made of it; again (--reruns) from the start."""
     future = running.pop(name, None)

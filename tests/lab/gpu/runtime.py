@@ -232,6 +232,17 @@ def clock(gpu: Gpu) -> object:
     return [early, times]
 
 
+def patience(gpu: Gpu) -> object:
+    """Questions until this thread has waited 0.1 s, and what the next one is once it was given something."""
+    ask = gpu.cuda.egpuAskedInVain
+    ask.restype = ctypes.c_long
+    first, asked = ask(), 1
+    while ask() < 100_000_000:
+        asked += 1
+    gpu.call("egpuGot")
+    return [first, asked, ask()]
+
+
 def ipc(gpu: Gpu) -> object:
     """Memory that another process opens is the same memory; here the same process opens it."""
     address, again = ctypes.c_void_p(), ctypes.c_void_p()

@@ -99,6 +99,12 @@ def test_the_emulated_clock(scene):
     assert [end >= least for end, least in zip(ends, (50, 100, 150))] == [True] * 3
 
 
+def test_who_asks_in_vain_naps(scene):
+    """Awake it would ask a hundred thousand times; naps of a sixteenth of the wait leave some 130."""
+    first, asked, again = scene("patience")
+    assert first == again == 0 and 20 < asked < 2000
+
+
 def test_a_missing_wait_is_named(scene, tmp_path):
     assert scene("races", HOLMES_GPU_RANDOM="1", HOLMES_GPU_WATCH=str(tmp_path), RANK="0") == [1, 1, 1, 2]
     wait, changed = missing_waits(tmp_path)

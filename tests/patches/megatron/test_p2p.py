@@ -3,6 +3,7 @@ its group at first use (torch's ProcessGroupNCCL, where no device is bound), so 
 its ranks must use.
 """
 
+import functools
 import random
 from types import SimpleNamespace
 
@@ -29,51 +30,66 @@ class Group:
         return self.ranks.index(self.me)
 
 
-def used(monkeypatch, site, plan, rank, ranks, ring, edges=False):
-    """Groups, by their ranks, over which `rank` of the pipeline group `ranks` sends or receives in batches;
-    edges: edges.py makes the groups."""
-    monkeypatch.setattr(p2p, "registry", lambda: SimpleNamespace(is_on=lambda name: edges))
-    monkeypatch.setattr(p2p, "_interleaved", lambda: ring)
+@pytest.fixture
+def used(monkeypatch):
+    """used(site, plan, rank, ranks, ring, edges): groups, by their ranks, over which `rank` of the pipeline
+    group `ranks` sends or receives in batches; edges: edges.py makes the groups."""
+    now = SimpleNamespace()
+    monkeypatch.setattr(p2p, "registry", lambda: SimpleNamespace(is_on=lambda name: now.edges))
+    monkeypatch.setattr(p2p, "_interleaved", lambda: now.ring)
     monkeypatch.setattr(mailbox, "pair_group",
-                        lambda members, purpose, pipeline: Group(members, rank, purpose))
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
-    monkeypatch.setattr(session, "_active",
-                        Session(Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank))
+                        lambda members, purpose, pipeline: Group(members, now.rank, purpose))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: now.rank)
+    monkeypatch.setattr(session, "_active", None)
     for module in (p2p, pairs):
-        monkeypatch.setattr(module, "pair_group", lambda members, purpose, pipeline: Group(members, rank))
+        monkeypatch.setattr(module, "pair_group",
+                            lambda members, purpose, pipeline: Group(members, now.rank))
         monkeypatch.setattr(module, "backend_of", lambda group: "nccl")
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: list(group.ranks))
-    group, over = Group(ranks, rank), []
 
-    def framework(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-        peers = {prev_pipeline_rank} if any(tensors[f"tensor_{way}_prev"]
-                                            for way in ("send", "recv")) else set()
-        peers |= {next_pipeline_rank} if any(tensors[f"tensor_{way}_next"]
-                                             for way in ("send", "recv")) else set()
-        assert peers <= set(group.ranks), "a tensor for a rank that is not in the group"
-        if peers:
-            over.append(group.ranks)
-            assert group.purpose in ("", "pipeline activations"), "the other end uses another group"
-        return []
+    def used(site, plan, rank, ranks, ring, edges=False):
+        now.rank, now.ring, now.edges = rank, ring, edges
+        session._active = Session(Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank)
+        group, over = Group(ranks, rank), []
 
-    place, last = ranks.index(rank), len(ranks) - 1
-    before, after = (place > 0 or ring), (place < last or ring)
-    p2p._batched(framework, None, (), dict(
-        group=group, prev_pipeline_rank=ranks[place - 1], next_pipeline_rank=ranks[(place + 1) % len(ranks)],
-        tensor_recv_prev=before, tensor_send_prev=before, tensor_send_next=after, tensor_recv_next=after))
-    return over
+        def framework(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
+            peers = {prev_pipeline_rank} if any(tensors[f"tensor_{way}_prev"]
+                                                for way in ("send", "recv")) else set()
+            peers |= {next_pipeline_rank} if any(tensors[f"tensor_{way}_next"]
+                                                 for way in ("send", "recv")) else set()
+            assert peers <= set(group.ranks), "a tensor for a rank that is not in the group"
+            if peers:
+                over.append(group.ranks)
+                assert group.purpose in ("", "pipeline activations"), "the other end uses another group"
+            return []
+
+        place, last = ranks.index(rank), len(ranks) - 1
+        before, after = (place > 0 or ring), (place < last or ring)
+        p2p._batched(framework, None, (), dict(
+            group=group, prev_pipeline_rank=ranks[place - 1],
+            next_pipeline_rank=ranks[(place + 1) % len(ranks)],
+            tensor_recv_prev=before, tensor_send_prev=before, tensor_send_next=after, tensor_recv_next=after))
+        return over
+
+    return used
+
+
+@functools.cache
+def planned(seed):
+    """A random site and its plan."""
+    rng = random.Random(seed)
+    site = random_sites.site(rng)
+    return site, build_plan(site, random_sites.sizes(rng, site.world_size))
 
 
 @pytest.mark.parametrize("edges", [False, True], ids=["", "edges"])
 @pytest.mark.parametrize("ring", [False, True], ids=["plain", "interleaved"])
-def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(monkeypatch, ring, edges):
+def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(used, ring, edges):
     seen = 0
     for seed in range(200):
-        rng = random.Random(seed)
-        site = random_sites.site(rng)
-        plan = build_plan(site, random_sites.sizes(rng, site.world_size))
+        site, plan = planned(seed)
         for ranks in groups(plan.sizes, "pipeline") if plan.sizes and plan.sizes.pipeline > 1 else ():
-            of_rank = {rank: used(monkeypatch, site, plan, rank, ranks, ring, edges) for rank in ranks}
+            of_rank = {rank: used(site, plan, rank, ranks, ring, edges) for rank in ranks}
             for rank, over in of_rank.items():
                 for members in over:
                     idle = [other for other in members if members not in of_rank[other]]
@@ -82,8 +98,8 @@ def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(monke
     assert seen > 20, "hardly a site has pairs of their own"
 
 
-def test_one_group_for_all_where_no_pair_has_anything_faster(monkeypatch):
+def test_one_group_for_all_where_no_pair_has_anything_faster(used):
     site = SimpleNamespace()
     ethernet = SimpleNamespace(name="ethernet")
     plan = SimpleNamespace(fabric_of=lambda ranks, network_api: ethernet, world_size=4)
-    assert used(monkeypatch, site, plan, 1, (0, 1, 2, 3), False) == [(0, 1, 2, 3)]
+    assert used(site, plan, 1, (0, 1, 2, 3), False) == [(0, 1, 2, 3)]
