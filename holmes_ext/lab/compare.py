@@ -86,29 +86,30 @@ def all_rdma(spec: SiteSpec) -> Variant:
     return Variant("all-RDMA", single, nodes, env={"GLOO_SOCKET_IFNAME": f"{best.kind}0"})
 
 
-def tuned(spec: SiteSpec) -> Lab:
+def tuned(spec: SiteSpec, scale: float = 1.0) -> Lab:
     """A lab whose nodes' TCP suits long links: what is compared is not how windows grow."""
-    return Lab(spec, realtime=True, sysctl=TUNED if spec.wan else {})
+    return Lab(spec, scale, realtime=True, sysctl=TUNED if spec.wan else {})
 
 
 def compare(variants: Sequence[Variant], script: Sequence[str], *, repetitions: int, steps: int, skip: int,
             accelerator: Mapping[str, Any] | None, traces: Path | None = None,
             on_run: Callable[[str, int], None] = lambda name, repetition: None, timeout: float = 300.0,
-            preload: Sequence[str] = ("torch", "deepspeed"), gpus: Gpus | None = None) -> dict[str, Series]:
+            preload: Sequence[str] = ("torch", "deepspeed"), gpus: Gpus | None = None,
+            scale: float = 1.0) -> dict[str, Series]:
     """Series of every variant, in the given order.
 
     script: path and arguments of a script that takes --steps N and --log FILE (JSON lines with "loss" and
     "seconds", as examples/deepspeed_pipeline); traces: a directory for DIR/VARIANT/rank*.json of each
     variant's last run; on_run is called before each run; preload: modules that are imported once for all runs
-    of a cluster; gpus: emulated ones, in place of the CPU. HolmesError with the failing rank's last line when
-    a run fails; timeout in seconds for one run.
+    of a cluster; gpus: emulated ones, in place of the CPU; scale: factor on every rate. HolmesError with the
+    failing rank's last line when a run fails; timeout in seconds for one run.
     """
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
         labs: dict[str, Lab] = {}
         for variant in variants:
             if variant.spec.digest not in labs:
-                labs[variant.spec.digest] = stack.enter_context(tuned(variant.spec))
+                labs[variant.spec.digest] = stack.enter_context(tuned(variant.spec, scale))
         for repetition in range(repetitions):
             turn = repetition % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):
