@@ -26,10 +26,11 @@ STEPS, SKIP, TIMEOUT_S = 8, 3, 600.0
 @dataclass(frozen=True)
 class Run:
     """steps: seconds of the measured ones; loss_difference: the greatest, from stock's with the same
-    samples."""
+    samples; busy: share of this machine's cores that was used meanwhile."""
 
     steps: list[float]
     loss_difference: float
+    busy: float
 
 
 def run(scene: Scene, grid: Grid) -> Run:
@@ -47,7 +48,8 @@ def run(scene: Scene, grid: Grid) -> Run:
         flags = tuple(str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
         series = _run(scene.spec.only(set(grid.nodes)), scene, grid, flags, scene_accelerator(scene))
         stock = _stock_losses(scene, grid.sizes.data, grid.micro_batch)
-        return Run(series.steps[0], max(abs(a - b) for a, b in zip(series.losses, stock, strict=True)))
+        apart = max(abs(a - b) for a, b in zip(series.losses, stock, strict=True))
+        return Run(series.steps[0], apart, series.busy)
 
 
 def scene_accelerator(scene: Scene) -> dict:

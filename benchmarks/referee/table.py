@@ -66,10 +66,10 @@ class Table:
         return row.value if row else None
 
     def add(self, scene: str, planner: str, metric: str, values: list[float], unit: str,
-            emulated: bool = False):
+            emulated: bool = False, busy: float | None = None):
         name = f"{planner}: {metric}"
         self.rows = [row for row in self.rows if (row.scene, row.metric) != (scene, name)]
-        self.rows.append(Row.median(scene, name, values, unit, emulated))
+        self.rows.append(Row.median(scene, name, values, unit, emulated, busy=busy))
 
     def save(self) -> None:
         write(self.rows, self.path)
@@ -120,8 +120,9 @@ def targets(table: Table, scenes: list[str]) -> list[Row]:
     for scene in scenes:
         steps = {name: table.value(scene, name, STEP) for name in table.notes[scene]}
         for name in steps:
-            if (measured := table.value(scene, name, MEASURED)) is not None:
-                (ours if name == OURS else others).append(abs(steps[name] / measured - 1))
+            measured = table.row(scene, name, MEASURED)
+            if measured is not None and not measured.bound:
+                (ours if name == OURS else others).append(abs(steps[name] / measured.value - 1))
         if (value := table.value(scene, OURS, REGRET)) is not None:
             regret.append(value)
         seconds = {name: max(TICK_S, table.value(scene, name, SEARCH)) for name in field if steps.get(name)}
