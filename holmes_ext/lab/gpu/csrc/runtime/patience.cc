@@ -11,7 +11,7 @@
 namespace {
 
 constexpr long kAwake_ns = 50000, kShortest_ns = 20000, kLongest_ns = 3000000;
-constexpr long kElsewhere_ns = 20000000;  // between two questions: it had stopped asking
+constexpr long kElsewhere_ns = 200000000;  // between two questions: it had stopped asking
 
 thread_local long began_ns = 0, asked_ns = 0;
 
