@@ -18,8 +18,8 @@ namespace {
 // that the error does not add up, and a stream of small kernels does not sleep after each. Seconds.
 constexpr double kSlack = 100e-6;
 constexpr auto kLatest = std::chrono::milliseconds(50);
-// How long a worker without work looks for more before it sleeps: a few times what it costs the host thread to
-// wake it. Seconds.
+// How long a worker without work looks for more before it sleeps: a few times what it costs the host thread
+// to wake it. Seconds.
 constexpr double kLooks = 20e-6;
 
 thread_local Work* running = nullptr;
