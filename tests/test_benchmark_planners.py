@@ -246,7 +246,7 @@ def test_a_run_in_the_lab_is_shared_kept_and_begins_with_ours(planners, scenes, 
         ran.append((scene.name, grid.split))
         if grid.split == (5, 1):
             raise HolmesError("no room")
-        return planners.lab.Run([2.0, 3.0, 5.0], 1e-7)
+        return planners.lab.Run([2.0, 3.0, 5.0], 1e-7, 0.4)
 
     monkeypatch.setattr(planners.lab, "run", run)
     table = planners.Table(file)

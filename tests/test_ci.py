@@ -41,13 +41,13 @@ def run(tmp_path):
     program(own,
             text.replace("PATH=$PATH:/usr/sbin:/sbin\n", "").replace("/usr/sbin/policy-rc.d", "policy-rc.d"))
 
-    def lines(apt="exit 0", there=LAUNCHERS, make=""):
+    def lines(apt="exit 0", there=LAUNCHERS, make="", status=0):
         for tool in there:
             program(programs / tool, "exit 0")
         program(programs / "apt-get", f'echo "$1" >> asked; [ "$1" = update ] && exit 0; {apt}')
         program(programs / "make", f'echo "make $1"; {make}')
         done = subprocess.run([own], env={"PATH": str(programs)}, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == status, done.stderr
         return done.stdout.splitlines()
 
     return lines
@@ -64,10 +64,16 @@ def test_what_apt_cannot_bring_is_told(run, tmp_path, apt, there, said, asked):
     torch = tmp_path / ".venv-gpu" / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
     torch.parent.mkdir(parents=True)
     torch.write_text("")
-    assert run(apt, there) == ["make check", *said, "make test", "python benchmarks/matrix.py", "make gpu"]
+    assert run(apt, there) == ["make .venv", "make check", *said, "make test", "make gpu",
+                               "python benchmarks/matrix.py"]
     assert (tmp_path / "asked").read_text().split() == ["update", "install"] * asked
 
 
 def test_a_torch_that_pip_cannot_bring_is_told(run):
     lines = run(make='[ "$1" != .venv-gpu ] || { echo "ERROR: no matching distribution" >&2; exit 2; }')
-    assert lines == ["make check", "make test", "python benchmarks/matrix.py", NO_TORCH]
+    assert lines == ["make .venv", "make check", "make test", NO_TORCH, "python benchmarks/matrix.py"]
+
+
+def test_old_versions_that_fail_fail_all(run, tmp_path):
+    program(tmp_path / ".venv" / "bin" / "python", "echo 'losses differ'; exit 1")
+    assert run(status=1)[-1] == "losses differ"
