@@ -30,8 +30,7 @@ ON_GPUS = CARRIER == "nccl"
 DEVICE = "cuda" if ON_GPUS else "cpu"
 #: NCCL 2.29 takes 512 MB for a communicator of one rank (64 channels for messages, buffers of 4 MB): this
 #: machine's memory, which a process has back when it ends. So it is some 180 MB for a rank of a communicator.
-LESS_MEMORY = {"NCCL_MAX_P2P_NCHANNELS": "4", "NCCL_BUFFSIZE": str(1 << 18),
-               "NCCL_LL128_BUFFSIZE": str(1 << 18)}
+LESS_MEMORY = {"NCCL_MAX_P2P_NCHANNELS": "4", "NCCL_BUFFSIZE": str(1 << 18)}
 #: Of what is gloo's or the CPU's own, and of what NCCL alone has.
 gloo_only = pytest.mark.skipif(ON_GPUS, reason="gloo's or the CPU's own")
 gpu_only = pytest.mark.skipif(not ON_GPUS, reason="HOLMES_TEST_CARRIER=nccl")

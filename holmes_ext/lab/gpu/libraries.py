@@ -23,12 +23,13 @@ from holmes_ext.lab.gpu.torch_build import TorchBuild, find_torch, python_of
 CHECK_S = 600
 _NOT_FOR_CHECK = ("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "CUDA_VISIBLE_DEVICES", "HOLMES_GPU_WATCH",
                   "RANK")
-#: For NCCL on emulated GPUs whoever runs it: how NCCL would search for what is not emulated.
+#: For NCCL on emulated GPUs whoever runs it: how NCCL would search for what is not emulated, and its memory.
 NCCL_SETTINGS = {
     "NCCL_PAT_ENABLE": "0",         # an algorithm whose device side is not emulated
     "NCCL_LOCAL_REGISTER": "0",     # registered buffers: likewise
     "NCCL_GRAPH_REGISTER": "0",
     "NCCL_NVLS_ENABLE": "0",        # no NVLink
+    "NCCL_LL128_BUFFSIZE": "262144",  # of each connection 5 MB of this machine's memory otherwise
     "NCCL_NET_PLUGIN_REF_COUNT": "1",  # 2.29 cannot load a plugin of others a second time
 }
 
