@@ -44,7 +44,7 @@ KEPT = {
 }
 #: Programs of others in commands, whose own options nobody here knows.
 OTHERS = {"git", "cd", "pip", "curl", "srun", "torchrun", "deepspeed", "accelerate", "mpirun", "export", ".",
-          "bash", "hostname", "apt-get", "grep", "sinfo", "sbatch", "kubectl", "docker"}
+          "bash", "hostname", "apt-get", "grep", "sed", "sinfo", "sbatch", "kubectl", "docker"}
 
 
 def blocks(text: str) -> list[list[str]]:
