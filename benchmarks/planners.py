@@ -162,7 +162,7 @@ def run_in_lab(table: Table, scene: Scene, named: list[str], end: float = inf) -
     for name, grid in grids.items():
         row, losses = table.row(scene.name, name, MEASURED), table.value(scene.name, name, LOSSES)
         if row is not None and losses is not None:
-            done[grid] = lab.Run([row.spread[0], row.value, row.spread[1]], losses, row.busy or 0.0)
+            done[grid] = lab.Run([row.spread[0], row.value, row.spread[1]], losses, row.busy)
     for name in named:
         if name not in own or "lab" in own[name] or table.row(scene.name, name, MEASURED) is not None:
             continue

@@ -26,11 +26,11 @@ STEPS, SKIP, TIMEOUT_S = 8, 3, 600.0
 @dataclass(frozen=True)
 class Run:
     """steps: seconds of the measured ones; loss_difference: the greatest, from stock's with the same
-    samples; busy: share of this machine's cores that was used meanwhile."""
+    samples; busy: share of this machine's cores that was used meanwhile, None: not known."""
 
     steps: list[float]
     loss_difference: float
-    busy: float
+    busy: float | None
 
 
 def run(scene: Scene, grid: Grid) -> Run:

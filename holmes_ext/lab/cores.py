@@ -34,21 +34,26 @@ def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
 
 
 class CoreMeter:
-    """Measures how busy the cores are from its making on: `shares` of pieces of SAMPLE_S, in order."""
+    """Measures how busy the cores are from its making on, in pieces of SAMPLE_S."""
 
     SAMPLE_S = 0.5
 
     def __init__(self) -> None:
         self._began, self._before = time.monotonic(), core_times()
-        self.shares: list[float] = []
+        self._shares: list[float] = []
 
     def sample(self) -> None:
         """Called often: counts a piece once it is over."""
         now = time.monotonic()
         if now - self._began >= self.SAMPLE_S:
             times = core_times()
-            self.shares.append(times.busy_since(self._before))
+            self._shares.append(times.busy_since(self._before))
             self._began, self._before = now, times
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the pieces, in order; before the first one is over, of the time so far."""
+        return tuple(self._shares) or (core_times().busy_since(self._before),)
 
 
 def median_share(shares: Sequence[float], last_s: float = inf) -> float:

@@ -173,7 +173,7 @@ class Job:
             self._result = RunResult(
                 self._code, dict(sorted(self._statuses.items())), self._lines,
                 time.monotonic() - self._started,
-                self._first_failed, self._emulated, realtime, tuple(self._cores.shares))
+                self._first_failed, self._emulated, realtime, self._cores.shares)
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
                     os.close(key.fd)
