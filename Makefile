@@ -16,13 +16,13 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input --no-compile
 STAMP := .venv/installed
 TESTS := $(wildcard tests integration_tests)
 
 # What emulated GPUs need besides: the CUDA build of torch, g++, and NCCL's source.
 GPU_BIN := .venv-gpu/bin
-GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq --no-input -c requirements/constraints.txt \
+GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq --no-input --no-compile -c requirements/constraints.txt \
    -c requirements/dev.txt -c requirements/stacks.txt -c requirements/torch.txt
 GPU_STAMP := .venv-gpu/installed
 # Tests of `make test` and `make nccl` that run over NCCL on emulated GPUs, too (tests/carriers.py, integration_tests/jobs.py).

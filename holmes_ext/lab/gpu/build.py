@@ -78,10 +78,12 @@ def _build_all(missing: Sequence[BuildUnit], folders: dict[str, Path], on_progre
     for one in missing:
         (folders[one.name] / "objects").mkdir(parents=True, exist_ok=True)
         one.prepare(folders[one.name])
+    headers = [(one.header, folders[one.name]) for one in missing if one.header]
     compiles = [(step, folders[one.name]) for one in missing for step in one.compiles(folders[one.name])]
-    compiles = [(step, folder) for step, folder in compiles if not (folder / step.makes).exists()]
+    headers, compiles = ([(step, folder) for step, folder in steps if not (folder / step.makes).exists()]
+                         for steps in (headers, compiles))
     links = [(step, folders[one.name]) for one in missing for step in one.links(folders)]
-    total, done, failed = len(compiles) + len(links), 0, Event()
+    total, done, failed = len(headers) + len(compiles) + len(links), 0, Event()
 
     def run(item: tuple[BuildStep, Path]) -> None:
         nonlocal done
@@ -99,8 +101,9 @@ def _build_all(missing: Sequence[BuildUnit], folders: dict[str, Path], on_progre
     compiles.sort(key=lambda item: -item[0].weight)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
-            for _ in pool.map(run, compiles):
-                pass
+            for steps in (headers, compiles):
+                for _ in pool.map(run, steps):
+                    pass
         except BaseException:
             failed.set()  # Ctrl-C: the commands that run get it, too; no other is begun
             raise

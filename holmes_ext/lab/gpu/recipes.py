@@ -32,6 +32,7 @@ MADE, HERE = "{made}", "{here}"
 _WRAPPED = ("_Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan",
             "_Z17ncclTopoTuneModelP8ncclCommiiPP13ncclTopoGraph",
             "_Z13bootstrapRecvPviiS_i", "sched_yield", "recv", "send", "accept")
+_FIRST = ("-include", f"{HERE}/first.h")
 # What is loaded before a program brings no C++ library of its own into it.
 _STANDALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,libstdc++.a:libgcc.a:libgcc_eh.a")
 
@@ -49,8 +50,9 @@ class BuildStep:
 
 @dataclass(frozen=True)
 class BuildUnit:
-    """prepare(folder) writes what is generated; compiles(folder) are the commands after that, in any order;
-    links(built) those after all of them, in order, built: component -> its folder; products: what is kept."""
+    """prepare(folder) writes what is generated; header: compiled first, for all that includes it;
+    compiles(folder) are the commands after that, in any order; links(built) those after all of them, in
+    order, built: component -> its folder; products: what is kept."""
 
     name: str
     digest: str
@@ -58,6 +60,7 @@ class BuildUnit:
     compiles: Callable[[Path], list[BuildStep]]
     links: Callable[[dict[str, Path]], list[BuildStep]]
     prepare: Callable[[Path], None] = field(default=lambda folder: None)
+    header: BuildStep | None = None
 
     @property
     def folder(self) -> str:
@@ -97,7 +100,7 @@ def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
     sources = sorted((CSRC / "operators").glob("*.cc"))
 
     def compiles(folder: Path) -> list[BuildStep]:
-        return [_compile(compiler, source, flags) for source in sources]
+        return [_compile(compiler, source, (*flags, *_FIRST)) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
         libraries = [f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")]
@@ -110,7 +113,9 @@ def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
     digest = _digest(compiler, flags, torch.digest,
                      digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*"),
                      outside=torch.folder)
-    return BuildUnit("operators", digest, ("libholmes_operators.so",), compiles, links)
+    return BuildUnit("operators", digest, ("libholmes_operators.so",), compiles, links,
+                     lambda folder: _write_first(folder, CSRC / "operators" / "operators.h"),
+                     _precompile(compiler, flags))
 
 
 def _nccl_flags(source: NcclSource, cuda: tuple[int, int]) -> tuple[str, ...]:
@@ -150,7 +155,11 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
     files = [src / name for name in sorted(names)]
 
     def compiles(folder: Path) -> list[BuildStep]:
-        return [_compile(compiler, file, flags, src) for file in files]
+        return [_compile(compiler, file, (*flags, *_FIRST), src) for file in files]
+
+    def prepare(folder: Path) -> None:
+        _write_headers(source, folder)
+        _write_first(folder, src / "include" / "comm.h")
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
         return [BuildStep("libnccl_host.a",
@@ -158,8 +167,8 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
 
     digest = _digest(compiler, flags, source.digest, files, digest_of_tree(CSRC, "include/**/*"),
                      outside=source.folder)
-    return BuildUnit("nccl-host", digest, ("libnccl_host.a",), compiles, links,
-                     lambda folder: _write_headers(source, folder))  # fmt: skip
+    return BuildUnit("nccl-host", digest, ("libnccl_host.a",), compiles, links, prepare,
+                     _precompile(compiler, flags))
 
 
 def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
@@ -215,6 +224,17 @@ def _object(source: Path, base: Path = CSRC) -> str:
 def _compile(compiler: Compiler, source: Path, flags: Sequence[str], base: Path = CSRC) -> BuildStep:
     argv = (*compiler.command, *flags, "-c", str(source), "-o", MADE)
     return BuildStep(_object(source, base), argv, source.stat().st_size, base)
+
+
+def _write_first(folder: Path, header: Path) -> None:
+    """The header that all sources of a component begin with, and that is compiled once: reading it is half of
+    a compilation."""
+    (folder / "first.h").write_text(f'#include "{header}"\n')
+
+
+def _precompile(compiler: Compiler, flags: Sequence[str]) -> BuildStep:
+    header = ("-x", "c++-header", f"{HERE}/first.h", "-o", MADE)
+    return BuildStep("first.h.gch", (*compiler.command, *flags, *header))
 
 
 def _link(compiler: Compiler, soname: str, arguments: Sequence[str], standalone: bool = True) -> BuildStep:
