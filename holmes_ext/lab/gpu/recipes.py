@@ -155,7 +155,8 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
     files = [src / name for name in sorted(names)]
 
     def compiles(folder: Path) -> list[BuildStep]:
-        return [_compile(compiler, file, (*flags, *_FIRST), src) for file in files]
+        return [_compile(compiler, file, (*flags, *(_FIRST if file.suffix == ".cc" else ())), src)
+                for file in files]  # those of DOCA declare what comm.h has from CUDA's headers
 
     def prepare(folder: Path) -> None:
         _write_headers(source, folder)
