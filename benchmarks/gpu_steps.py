@@ -7,7 +7,8 @@ and Megatron-DeepSpeed's own pretrain_gpt.py where MEGATRON_DEEPSPEED_DIR is a c
 build of torch, the engines, NCCL's host code, sockets and limited rates; a matrix product keeps its stream
 busy for FLOPs / SLOWER of 2.3 GFLOP/s. Networks are SLOWER times slower than examples/clusters'
 two_clusters_8.toml, too: a step lasts as many times longer, and what this machine's two cores need for eight
-ranks is a smaller part of it (the rows say how busy they were). All three engines take ten minutes.
+ranks is a smaller part of it (the rows say how busy they were). Megatron-DeepSpeed's script, which needs
+most, is the slowest. All three engines take twenty minutes.
 
 Predicted by plan/simulate/step.py, with one number fitted for each engine, software's seconds of a block, to
 the step of stock on one fast cluster, which is no scene of the prediction.
@@ -52,8 +53,7 @@ from carriers import LESS_MEMORY  # noqa: E402
 from integration_tests.gpu import commands  # noqa: E402
 from integration_tests.megatron_deepspeed.job import byte_vocabulary, read_log  # noqa: E402
 
-SLOWER = 5
-FLOPS = 2.3e9 / SLOWER
+SLOWER = {"DeepSpeed": 5, "megatron-core": 5, "Megatron-DeepSpeed": 8}
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCHES, STAGES = 6, 288, 16, 4, 2
 SKIP = 3
 MODEL = (f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1 "
@@ -64,24 +64,28 @@ SCRIPTS = {
     "DeepSpeed": ("deepspeed_pipeline", "--stages", ("torch", "deepspeed")),
     "megatron-core": ("megatron_core", "--pipeline", ("torch",)),
 }
-TOML = f"""version = 2
+TOML = """version = 2
 [ethernet]
-rate = "{250 / SLOWER:g}Mb/s"
+rate = "{:g}Mb/s"
 [[cluster]]
 name = "a"
 kind = "ib"
-rate = "{2000 / SLOWER:g}Mb/s"
+rate = "{:g}Mb/s"
 nodes = ["a[0-3]"]
 [[cluster]]
 name = "b"
 kind = "roce"
-rate = "{1600 / SLOWER:g}Mb/s"
+rate = "{:g}Mb/s"
 nodes = ["b[0-3]"]
 """
 
 
-def emulated() -> Gpus:
-    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=FLOPS))
+def flops_of(name: str) -> float:
+    return 2.3e9 / SLOWER[name]
+
+
+def emulated(name: str) -> Gpus:
+    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=flops_of(name)))
 
 
 def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
@@ -94,7 +98,7 @@ def example(name: str, variants: Sequence[Variant], repetitions: int, steps: int
     folder, stages, preload = SCRIPTS[name]
     script = [str(examples() / folder / "train.py"), *MODEL, stages, str(STAGES)]
     return compare(variants, script, repetitions=repetitions, steps=steps, skip=SKIP, accelerator=None,
-                   gpus=emulated(), preload=preload, on_run=lambda variant, _: tell(f"{name}: {variant}"))
+                   gpus=emulated(name), preload=preload, on_run=lambda variant, _: tell(f"{name}: {variant}"))
 
 
 def pretrain_gpt(variants: Sequence[Variant], folder: Path, source: Path, repetitions: int,
@@ -120,7 +124,8 @@ def pretrain_gpt(variants: Sequence[Variant], folder: Path, source: Path, repeti
                 before = lab.counters()
                 result = lab.run([sys.executable, *command.words, *variant.flags], order=variant.order,
                                  env={**command.env, **commands.ON_GPU, **variant.env}, cwd=command.inside,
-                                 preload=command.preload, timeout=300, gpus=emulated())
+                                 preload=command.preload, timeout=300,
+                                 gpus=emulated("Megatron-DeepSpeed"))
                 log, after = read_log(result), lab.counters()
                 one.steps.append([log.seconds[step] for step in range(SKIP + 1, steps + 1)])
                 one.losses = list(log.losses.values())
@@ -145,7 +150,7 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
         order, only = plan.nodes, None
     elif variant == "all-RDMA":
         order = tuple(node.name for node in site.nodes)
-    costs = even_costs(forward_s(HIDDEN, SEQUENCE, FLOPS), LAYERS, STAGES, MICRO_BATCHES)
+    costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops_of(name)), LAYERS, STAGES, MICRO_BATCHES)
     return simulate(site, order, Sizes(pipeline=STAGES).complete(site.world_size), model, execution,
                     only=only, costs=costs).step_s
 
@@ -183,7 +188,7 @@ def rows_of(name: str, spec: SiteSpec, series: dict[str, Series]) -> list[Row]:
 def scene(name: str, repetitions: int, steps: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "cluster.toml")
-        file.write_text(TOML)
+        file.write_text(TOML.format(*(rate / SLOWER[name] for rate in (250, 2000, 1600))))
         spec = load_spec(file)
         run = partial(example, name)
         if name == "Megatron-DeepSpeed":

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.cluster.wan import Wan
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Variant, compare
+from holmes_ext.lab.compare import Series, Variant, all_rdma, compare
 from holmes_ext.lab.samples import examples
 from holmes_ext.patches.launch_flags import launches
 from holmes_ext.plan.search.as_plan import plan_of
@@ -25,7 +25,7 @@ from referee.judge import candidate
 from referee.plans import Grid
 from referee.scenes import Scene
 
-SLOWER = 4
+SLOWER = 2
 STEPS, SKIP, TIMEOUT_S = 6, 2, 600.0
 
 
@@ -53,7 +53,10 @@ def run(scene: Scene, grid: Grid) -> Run:
             raise HolmesError(f"DeepSpeed cannot: {', '.join(launch.lacks)}")
         config.write_text(json.dumps(launch.config))
         flags = tuple(str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
-        series = _run(scene.spec.only(set(grid.nodes)), scene, grid, flags, scene_accelerator(scene))
+        spec = scene.spec.only(set(grid.nodes))
+        slow = replace(spec, wan=spec.wan.scaled(1.0, SLOWER))
+        variant = Variant("plan", slow, interleave(spec), flags)
+        series = _run(variant, scene, grid.sizes.pipeline, scene_accelerator(scene), 1 / SLOWER)
         stock = _stock_losses(scene, grid.sizes.data, grid.micro_batch)
         apart = max(abs(a - b) for a, b in zip(series.losses, stock, strict=True))
         return Run([seconds / SLOWER for seconds in series.steps[0]], apart, series.busy)
@@ -68,7 +71,7 @@ def scene_accelerator(scene: Scene) -> dict:
 @cache
 def _stock_losses(scene: Scene, data: int, micro_batch: int) -> list[float]:
     """Of stock DeepSpeed with the same samples on each data-parallel rank, as fast as this machine is: one
-    stage."""
+    stage, one cluster."""
     nodes = [node.name for node in scene.site.nodes][:data]
     config = {"train_batch_size": scene.batch, "train_micro_batch_size_per_gpu": micro_batch,
               "gradient_accumulation_steps": scene.batch // data // micro_batch,
@@ -76,15 +79,15 @@ def _stock_losses(scene: Scene, data: int, micro_batch: int) -> list[float]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(config))
         file.flush()
-        flags = "--deepspeed_config", file.name
-        return _run(scene.spec.only(set(nodes)), scene, None, flags, None).losses
+        variant = all_rdma(replace(scene.spec.only(set(nodes)), wan=Wan()))
+        return _run(replace(variant, flags=("--deepspeed_config", file.name)), scene, 1).losses
 
 
-def _run(spec: SiteSpec, scene: Scene, grid: Grid | None, flags: tuple[str, ...], accelerator: dict | None):
+def _run(variant: Variant, scene: Scene, stages: int, accelerator: dict | None = None,
+         scale: float = 1.0) -> Series:
     model = scene.model
     size = ["--layers", model.layers, "--hidden", model.hidden, "--heads", model.heads, "--sequence",
-            model.sequence, "--stages", grid.sizes.pipeline if grid else 1]
+            model.sequence, "--stages", stages]
     script = [str(examples() / "deepspeed_pipeline" / "train.py"), *map(str, size)]
-    slow = replace(spec, wan=spec.wan.scaled(1.0, SLOWER))
-    return compare([Variant("plan", slow, interleave(spec), flags)], script, repetitions=1, steps=STEPS,
-                   skip=SKIP, accelerator=accelerator, timeout=TIMEOUT_S, scale=1 / SLOWER)["plan"]
+    return compare([variant], script, repetitions=1, steps=STEPS, skip=SKIP, accelerator=accelerator,
+                   timeout=TIMEOUT_S, scale=scale)[variant.name]

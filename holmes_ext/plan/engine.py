@@ -28,7 +28,9 @@ class EngineTraits:
     sends: str = PAIRED
     #: The gradients' norm is summed over a pipeline's stages before the optimizer.
     norm: bool = True
-    #: Every stage is told the loss at a step's end.
+    #: The loss is averaged over the last stage's data-parallel ranks at a step's end.
+    averages_loss: bool = False
+    #: Then every stage is told it.
     reports_loss: bool = True
     #: A bucket ends with the gradient that reaches the limit, not before it.
     buckets_exceed: bool = True

@@ -28,8 +28,8 @@ TELEMETRY = _of("telemetry-deepspeed", what="where a step begins and ends")
 
 #: What it does, for the plan.
 DEEPSPEED = EngineTraits(
-    "deepspeed", AWAITED, norm=False, buckets_exceed=False, tied_first=True, scatters=False,
-    resplits=False,
+    "deepspeed", AWAITED, norm=False, averages_loss=True, buckets_exceed=False, tied_first=True,
+    scatters=False, resplits=False,
     features={
         "overlap": (OVERLAP.name,), "two-level": (TWO_LEVEL.name,), "tied": (TIED.name,),
         "in-flight": (EDGES.name,), "narrow": (NARROW.name,),

@@ -7,7 +7,10 @@ gradients leave as they become final:
     schedule   ... BackwardPass m-1 | BackwardPass m           | ReduceTiedGrads | ReduceGrads | OptimizerStep
     stock                           |                          | tied            | everything  |
     here                            | bucket 0, bucket 1, ...  | tied            | tied, last  |
+    one queue, not the first stage  |                          | buckets, tied   | tied, last  |
 
+In one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a bucket that waits for the one before it holds up the
+backward pass, and with it the stages that wait for its gradient; they give the reduction time afterwards.
 The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets
 differs. What is reduced is the gradient where the optimizer reads it: deepspeed_gradients.py.
 """
@@ -28,7 +31,12 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.grid import tell
 
+_ONE_QUEUE = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1: the gradients of all stages but the first leave when their last backward "
+    "pass has ended, as in the one hardware queue they would hold it up"
+)
 #: engine -> its _Overlap, or None where its configuration is not supported.
 _overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDictionary()
 
@@ -70,11 +78,17 @@ class _Overlap:
     def __init__(self, engine: Any):
         from deepspeed.runtime.pipe.schedule import TrainSchedule
 
+        from holmes_ext.runtime.reduce.side_stream import one_hardware_queue  # torch is there by now
+
         self.engine = engine
         self.schedule_type = TrainSchedule
         self.source = gradients_of(engine)
         self.reducer: Any = None
         self.backwards_left = 0
+        one_queue = engine.device.type == "cuda" and one_hardware_queue() and engine.num_stages > 1
+        self.holds = one_queue and engine.stage_id > 0
+        if one_queue and (current := session.active()):
+            tell(current, _ONE_QUEUE, once=_ONE_QUEUE)
 
     def begin(self, schedule: Any) -> None:
         """A new schedule starts: count its backward passes down; zero: the schedule is not ours."""
@@ -85,9 +99,14 @@ class _Overlap:
         if self.backwards_left != 0:
             return run()
         self._prepare()
-        self.reducer.arm()
+        self.reducer.arm(hold=self.holds)
         with self.source.folding():
             return run()
+
+    def release(self) -> None:
+        """ReduceTiedGrads: the last gradient has been sent to the stage before."""
+        if self.armed:
+            self.reducer.release()
 
     def reduce(self) -> None:
         """ReduceGrads: launch the tied gradients (summed over the stages by now), wait for all."""
@@ -170,6 +189,13 @@ def _backward(wrapped, instance, args, kwargs):
     return overlap.backward(lambda: wrapped(*args, **kwargs)) if overlap else wrapped(*args, **kwargs)
 
 
+def _reduce_tied(wrapped, instance, args, kwargs):
+    """_exec_reduce_tied_grads: buckets that were held leave first, as tied weights wait for another stage."""
+    if overlap := _overlaps.get(instance):
+        overlap.release()
+    return wrapped(*args, **kwargs)
+
+
 def _reduce(wrapped, instance, args, kwargs):
     """_exec_reduce_grads: only what is still on its way is waited for."""
     overlap = _overlaps.get(instance)
@@ -186,6 +212,9 @@ PATCHES = (
     Patch(OVERLAP, f"{_ENGINE}._exec_backward_pass",
           "the engine reduces nothing before its last backward pass has ended", _backward,
           parameters=("buffer_id",), rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",)),
+    Patch(OVERLAP, f"{_ENGINE}._exec_reduce_tied_grads",
+          "after the last gradient's send, before any reduction", _reduce_tied,
+          rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceTiedGrads]",)),
     Patch(OVERLAP, f"{_ENGINE}._exec_reduce_grads",
           "what is left of the reduction, in place of the whole of it", _reduce,
           rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",)),

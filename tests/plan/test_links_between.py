@@ -163,6 +163,48 @@ def test_chunks_outlast_the_latency():
     assert sized.chunk_bytes >= 4 * small.chunk_bytes and sized.seconds(1e9) < 0.8 * small.seconds(1e9)
 
 
+CHAIN = """
+[[between]]
+clusters = ["{}", "{}"]
+rate = "{}"
+latency = "10ms"
+"""
+
+
+def chain(near="200Mb/s", far="10Mb/s"):
+    """Five clusters in a row: what is not next to each other is far."""
+    lines = [f"{name} roce 1Gb/s {name}[0-1]" for name in "abcde"]
+    links = (CHAIN.format(one, two, near if ord(two) - ord(one) == 1 else far)
+             for one, two in itertools.combinations("abcde", 2))
+    return site_from_spec(parse_spec(toml(*lines) + "".join(links)))
+
+
+def test_a_chunk_that_is_passed_on_is_received_whole_first():
+    site = chain()
+    both = sums_on_site(site, size=2e7).both
+    assert both.route.algorithm == "tree" and both.route.rounds == 2  # c is its root
+    assert both.relay_byte_s == pytest.approx(8 / 200e6)  # the second of two hops
+    (last,) = both.flows([both.chunk_bytes], ("reduce",), 8)
+    assert [flow.way_s for flow in last] == [0.0, *2 * [both.longer_s + both.chunk_bytes * 8 / 200e6], 0.0]
+    at_once = replace(both, relay_byte_s=0.0)
+    for chunks in (1, 40):
+        more = both.seconds(chunks * both.chunk_bytes) - at_once.seconds(chunks * both.chunk_bytes)
+        assert more == pytest.approx(2 * both.chunk_bytes * 8 / 200e6)
+    # simulated chunks may stand for several: each of those waits for itself only
+    (few,) = both.flows([40 * both.chunk_bytes], ("reduce",), 1)
+    assert few[1].way_s == pytest.approx(last[1].way_s)
+    assert sums_on_site(site_from_spec(THREE), size=1e7).both.relay_byte_s == 0.0  # each sends to the root
+
+
+def test_the_loss_is_averaged_over_the_last_stage_s_ranks():
+    site, model = two(), replace(MODEL, micro_batches=1)
+    alone, averaged = (simulate(site, names(site), Sizes(pipeline=1), model,
+                                Execution(engine=replace(DEEPSPEED, averages_loss=averages)))
+                       for averages in (False, True))
+    # one number twice round the ring of four ranks, whose two links take 20 ms
+    assert 0.08 <= averaged.step_s - alone.step_s < 0.13
+
+
 def test_placement_of_eight_cities_is_the_best_of_all_orders():
     site, sizes = site_from_spec(load_spec(examples() / "clusters" / "eight_cities_64.toml")), Sizes(
         pipeline=8)

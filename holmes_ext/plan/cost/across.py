@@ -64,6 +64,11 @@ class CrossClusterAlgorithm:
         return max(depth.values())
 
     @property
+    def part(self) -> float:
+        """Of the bytes that are summed, what one message carries."""
+        return 1.0 if self.algorithm == "tree" else 1 / len(self.order)
+
+    @property
     def rounds(self) -> int:
         """Messages that follow each other in a half."""
         if self.algorithm == "tree":

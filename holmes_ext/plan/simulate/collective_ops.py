@@ -97,6 +97,8 @@ class CollectiveOps(Collectives):
 
     def report(self, kind: int, stage: int) -> Iterator[Op]:
         """The loss, and what the script sums: the end of all."""
+        if (kind, stage) in self.groups and (tag := self._tag(kind, stage, "average", 0)) in self.transfers:
+            yield from (("post", tag), ("wait", tag, "reduce", -1))
         yield from self._loss(kind, stage)
         for number in range(self.run.sums if (kind, stage) in self.groups else 0):
             tag = self._tag(kind, stage, "sum", number)

@@ -8,9 +8,9 @@
     ZeRO 1        weights are gathered after the optimizer, or under the next forward
     ZeRO 2, 3     each micro-batch: a layer's gradients are scattered after its backward, (3) its weights
                   gathered before forward and backward; once a step: (2) weights are gathered
-    small ones    the gradients' norm among a pipeline's stages before the optimizer; the loss
-                  from the last stage to the others at the step's end (a round trip between
-                  clusters); what the script sums itself
+    small ones    the gradients' norm among a pipeline's stages before the optimizer; the loss,
+                  averaged over the last stage's ranks, and from there to the other stages at
+                  the step's end (a round trip between clusters); what the script sums itself
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ class Collectives:
         every = self._buckets(family, gradients, both.chunk_bytes if both else 0.0)
         for kind in family.pipelines:
             self.groups[kind, stage], self.leaving[kind, stage] = family, every
+        if run.engine.averages_loss and stage == self.stages - 1:
+            self.transfers["average", stage, family.pipelines, 0] = self._number_summed(family, ring)
         for number in range(run.sums):
             self.transfers["sum", stage, family.pipelines, number] = self._number_summed(family, ring)
         if run.zero > 1:

@@ -125,13 +125,14 @@ class Window:
         return [float(max(0, peak - held * kept)), float(kept), room]
 
     def report(self) -> dict[str, Any]:
-        """As runtime/measure/profile_file.py merges them; without passes where none was seen."""
+        """As runtime/measure/profile_file.py merges them; without passes where none was seen, or nobody
+        tells what blocks they pass."""
         own = self.stage
         common: dict[str, Any] = {
             "rank": self.recorder.rank, "stage": own.stage,
             "totals": {kind: statistics.median(values) for kind, values in self.totals.items()},
         }
-        if not self.passes.get("forward") or not self.passes.get("backward"):
+        if not (own.blocks and self.passes.get("forward") and self.passes.get("backward")):
             return common
         size, seconds = max(self.reduced, default=(0.0, 0.0))
         return {

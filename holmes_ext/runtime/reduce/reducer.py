@@ -147,7 +147,7 @@ class GradientReducer:
         self._reset()
 
     def _reset(self) -> None:
-        self.armed = False  # arm() was called, and finish() not yet
+        self.armed = self._held = False  # arm() was called, and finish() not yet; release() neither
         self._next = 0
         self._counts = [0] * len(self._parameters)
         self._started_at = 0.0
@@ -161,15 +161,21 @@ class GradientReducer:
         return [id(parameter) for parameter in parameters] == [id(parameter)
                                                                for parameter in self._parameters]
 
-    def arm(self) -> None:
-        """All backward passes until finish() are the step's last: send gradients as they become final."""
+    def arm(self, hold: bool = False) -> None:
+        """All backward passes until finish() are the step's last: send gradients as they become final; hold:
+        none before release()."""
         if self.armed:
             raise HolmesError(
                 "GradientReducer: arm() was called twice without finish() between; call each once a step")
         self._begin_step()
-        self.armed = True
+        self.armed, self._held = True, hold
         if self._side is not None:
             self._side.armed()
+
+    def release(self) -> None:
+        """Send what is final, and no longer hold what becomes so."""
+        self._held = False
+        self._launch_ready()
 
     def _begin_step(self) -> None:
         """Where the plan was decided again of what the job measured, on all ranks at this step."""
@@ -243,6 +249,11 @@ class GradientReducer:
             )
         if self._counts[index] == self._expected[index]:
             bucket.missing -= 1
+        if not self._held:
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        """In the first armed step, which observes, none is ready."""
         while self._next < self._hooked and self._buckets[self._next].missing == 0:
             self._launch()
 

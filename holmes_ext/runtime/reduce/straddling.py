@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
@@ -23,6 +22,7 @@ from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.apart import Apart
+from holmes_ext.runtime.reduce.side_stream import one_hardware_queue
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
@@ -62,7 +62,7 @@ def two_level_of(ranks: Sequence[int], reduction: Reduction, network_api: str,
     if len(clusters) < 2:
         return None
     if network_api != SOCKETS:
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        if one_hardware_queue():
             tell(session.require(), _ONE_QUEUE, once=_ONE_QUEUE)
         return TwoLevelCollectives(
             clusters, chunk_bytes=reduction.chunk_bytes, compress=reduction.compress, purpose=purpose

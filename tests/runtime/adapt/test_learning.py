@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from learning_job import LearningJob
 
 from holmes_ext.options import Options
 from holmes_ext.plan.profile import load_profile
+from holmes_ext.runtime.adapt.window import Stage, Window
 from holmes_ext.runtime.start import restart
 from holmes_ext.runtime.start.rank import Request
 
@@ -114,3 +116,10 @@ def test_tell_changes_nothing(job):
         one.step()
     assert one.held() == (2, 1) and len(one.lines) == 1
     assert "with 3+1 micro-batches in flight (were 2+1) a step would take" in one.lines[0]
+
+
+def test_passes_whose_blocks_nobody_tells_are_left_out():
+    """A pipeline engine's passes where a reducer began the learning: one stage, which only sums."""
+    window = Window(Stage("torch", 0, 1, 1, {}, {0: 0}), SimpleNamespace(rank=0))
+    window.step(0.0, 1.0, [], [("forward", 0.0, 0.3), ("backward", 0.3, 0.9)], None)
+    assert "forward" not in window.report()

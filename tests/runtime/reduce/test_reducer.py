@@ -60,8 +60,10 @@ def plain_average(model, world_size):
     return gradients
 
 
-def compare(rank, world_size, options, model_options, steps=3, micro_batches=2, unused_on_odd_ranks=()):
-    """Largest difference from the reference over some steps, and how many buckets were sent early in each."""
+def compare(rank, world_size, options, model_options, steps=3, micro_batches=2, unused_on_odd_ranks=(),
+            hold=False):
+    """Largest difference from the reference over some steps, and how many buckets were sent before finish()
+    in each; hold: after the backward pass."""
     model = Model(**model_options)
     if rank % 2:
         model.unused |= set(unused_on_odd_ranks)
@@ -76,8 +78,11 @@ def compare(rank, world_size, options, model_options, steps=3, micro_batches=2, 
             x = data(rank, step * micro_batches + micro_batch)
             reference(x).square().sum().backward()
             if micro_batch == micro_batches - 1:
-                reducer.arm()
+                reducer.arm(hold)
             model(x).square().sum().backward()
+        if hold:
+            assert reducer._next == 0
+            reducer.release()
         early.append(reducer.finish().early)
         for got, wanted in zip(model.parameters(), plain_average(reference, world_size)):
             worst = max(worst, (got.grad - wanted).abs().max().item())
@@ -101,6 +106,11 @@ def test_equals_a_plain_all_reduce_bit_for_bit_on_two_ranks(model_options):
         assert worst == 0.0
         # the first step learns, then all go during the backward
         assert early == [0, count, count] and count >= 3
+
+
+def test_what_is_held_leaves_when_it_is_released():
+    for worst, early, count in run_ranks(compare, 2, 2, {"bucket_bytes": SMALL}, {}, 3, 2, (), True):
+        assert worst == 0.0 and early == [0, count, count]
 
 
 def as_on_a_gpu(rank, *args):

@@ -60,6 +60,9 @@ class TwoLevels(PricedReduction):
     #: Seconds of a half for the first bytes, and what they are more than a fabric's latency.
     half_s: float = 0.0
     longer_s: float = 0.0
+    #: Seconds of a half for each byte of a chunk, as every cluster on its way receives it whole before it
+    #: passes it on.
+    relay_byte_s: float = 0.0
     #: Whether a chunk must have arrived across before the next one leaves (direct exchanges over long ways).
     stalls: bool = False
     #: What compression leaves of the bytes that cross.
@@ -95,7 +98,8 @@ class TwoLevels(PricedReduction):
         """Of many chunks: the slower level all the time, and the first chunk on the other one."""
         slower, faster = sorted((self.inside.byte_s, self.across.byte_s), reverse=True)
         latency_s = self.inside.latency_s + self.across.latency_s
-        return Price(slower, latency_s + self.chunk_bytes * faster) + self.gather
+        first_s = self.chunk_bytes * (faster + 2 * self.share * self.relay_byte_s)
+        return Price(slower, latency_s + first_s) + self.gather
 
     def seconds(self, size: float) -> float:
         """One chunk alone takes one level after the other."""
@@ -103,6 +107,7 @@ class TwoLevels(PricedReduction):
             return self.once.seconds(size)
         stall_s = 2 * self.half_s / self.chunk_bytes if self.stalls else 0.0
         each = self.inside.byte_s + self.across.byte_s - stall_s  # nothing follows that could stall
+        each += 2 * self.share * self.relay_byte_s
         alone = Price(each, self.inside.latency_s + self.across.latency_s)
         return (alone + self.gather).seconds(size)
 
@@ -116,19 +121,22 @@ class TwoLevels(PricedReduction):
         return min(sizes, key=lambda levels: levels.seconds(size))
 
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
-        chunks = min(most, sum(chunks_of(size, self.chunk_bytes) for size in sizes))
-        size = sum(sizes) / chunks
+        real = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
+        chunks = min(most, real)
+        way_s = self.longer_s + self.share * self.relay_byte_s * sum(sizes) / real
         steps = [self.insides, (self.there,), (self.back,), self.insides]
-        return [list(self._chain(steps, size, tag, chunk, chunk == chunks - 1)) for chunk in range(chunks)]
+        return [list(self._chain(steps, sum(sizes) / chunks, way_s, tag, chunk, chunk == chunks - 1))
+                for chunk in range(chunks)]
 
     def _chain(
-        self, steps: Sequence[tuple[Load, ...]], size: float, tag: Tag, chunk: int, last: bool
+        self, steps: Sequence[tuple[Load, ...]], size: float, across_s: float, tag: Tag, chunk: int,
+        last: bool,
     ) -> Iterator[Flow]:
         names: list[Tag] = [(*tag, chunk, step) for step in range(len(steps))]
         names[-1] = tag if last else names[-1]
         for step, (loads, then) in enumerate(zip(steps, (*names[1:], None))):
             crosses = loads is not self.insides
-            way_s, part = (self.longer_s, self.share) if crosses else (0.0, 1.0)
+            way_s, part = (across_s, self.share) if crosses else (0.0, 1.0)
             blocks = self.stalls and crosses
             yield Flow(loads, (part * size,), names[step], (tag[:3], step), then, True, way_s, blocks)
 
@@ -203,11 +211,18 @@ def _two_levels(
         def way_s(pair: Pair) -> float:
             return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023
 
+        def message_s(pair: Pair) -> float:  # of a byte that is summed
+            rates = [fabric.rate_bps * min(ranks[name] for name in pair)]  # noqa: B023
+            rates += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]  # noqa: B023
+            return 8 * route.part / min(rates)  # noqa: B023
+
+        fluid_s = max(message_s(pair) * volume / route.part for pair, volume in route.halves[0].items())
         one = TwoLevels(
             insides=insides, there=there, back=back,
             chunk_bytes=given_bytes or chunk_bytes(min(ranks.values()), direct),
             route=route, ranks=ranks, half_s=route.latency_s(way_s), share=share,
             longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),  # noqa: B023
+            relay_byte_s=max(0.0, route.latency_s(message_s) - fluid_s),
             stalls=bool(network.wan) and direct and route.algorithm == "direct",
             senders=max(_senders(part, groups) for part in family.parts),
         )  # fmt: skip
