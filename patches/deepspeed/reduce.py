@@ -30,7 +30,7 @@ from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.backend import backend_of, one_hardware_queue
 from holmes_ext.runtime.groups.grid import tell
 
 _ONE_QUEUE = (
@@ -77,8 +77,6 @@ class _Overlap:
 
     def __init__(self, engine: Any):
         from deepspeed.runtime.pipe.schedule import TrainSchedule
-
-        from holmes_ext.runtime.reduce.side_stream import one_hardware_queue  # torch is there by now
 
         self.engine = engine
         self.schedule_type = TrainSchedule

@@ -9,6 +9,7 @@ torch's get_backend() says "undefined" or "cpu:gloo,cuda:nccl" where a job names
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -84,3 +85,9 @@ def network_api_of(backend: str) -> str:
     """What of a node's ports the backend can use, "verbs" or "sockets"; "" where it finds its networks itself
     (UCC, MPI: for all groups of a process alike). torch's "fake" stands for NCCL."""
     return {"nccl": VERBS, "fake": VERBS, "gloo": SOCKETS}.get(backend, "")
+
+
+def one_hardware_queue() -> bool:
+    """Whether kernels of all streams start in the order in which they were launched: one that waits holds up
+    all behind it. (NVIDIA's CUDA C++ Programming Guide, environment variables; Megatron asks for it.)"""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

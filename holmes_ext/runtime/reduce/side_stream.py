@@ -17,7 +17,6 @@ tests/runtime/reduce/test_side_stream.py.)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,12 +25,6 @@ import torch
 #: By stream: what is recorded there once a gradient is final. A later event of a stream covers the earlier
 #: ones.
 Ready = dict[torch.cuda.Stream, torch.cuda.Event]
-
-
-def one_hardware_queue() -> bool:
-    """Whether kernels of all streams start in the order in which they were launched: one that waits holds up
-    all behind it. (NVIDIA's CUDA C++ Programming Guide, environment variables; Megatron asks for it.)"""
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 class SideStream:

@@ -212,7 +212,7 @@ def _two_levels(
             return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023
 
         def message_s(pair: Pair) -> float:  # of a byte that is summed
-            rates = [fabric.rate_bps * min(ranks[name] for name in pair)]  # noqa: B023
+            rates: list[float] = [fabric.rate_bps * min(ranks[name] for name in pair)]  # noqa: B023
             rates += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]  # noqa: B023
             return 8 * route.part / min(rates)  # noqa: B023
 
