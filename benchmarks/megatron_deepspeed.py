@@ -107,13 +107,9 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
     )
     log, after = read_log(result), lab.counters()
     assert list(log.losses) == list(range(1, steps + 1)), log
-    series.steps.append([log.seconds[step] for step in range(SKIP + 1, steps + 1)])
-    series.losses = list(log.losses.values())
-    series.busy = max(series.busy, result.busy_in_last(sum(series.steps[-1])))
-    series.emulated, series.realtime, series.lines = (result.emulated, series.realtime and result.realtime,
-                                                      log.lines)
-    series.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics}
-                   for node, nics in after.items()}
+    series.add([log.seconds[step] for step in log.losses], list(log.losses.values()), SKIP, result, before,
+               after)
+    series.lines = log.lines
 
 
 def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:

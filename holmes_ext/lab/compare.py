@@ -28,6 +28,9 @@ from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.network.crossing import TUNED
 from holmes_ext.lab.process.job import RunResult
 
+#: Node -> NIC -> bytes (received, sent).
+Counters = Mapping[str, Mapping[str, Sequence[int]]]
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -54,6 +57,18 @@ class Series:
     realtime: bool = True
     busy: float = 0.0
     lines: list[str] = field(default_factory=list)
+
+    def add(self, seconds: Sequence[float], losses: list[float], skip: int, result: RunResult,
+            before: Counters, after: Counters) -> None:
+        """A run by the seconds and losses of its steps, of which the first `skip` warm up; before, after it:
+        Lab.counters()."""
+        self.steps.append(list(seconds[skip:]))
+        self.losses = losses
+        self.emulated, self.realtime = result.emulated, self.realtime and result.realtime
+        self.busy = max(self.busy, result.busy_in_last(sum(self.steps[-1])))
+        self.lines = [line for _, line in result.lines[0]]
+        self.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / len(seconds) for nic in nics}
+                     for node, nics in after.items()}
 
     @property
     def medians(self) -> list[float]:
@@ -135,13 +150,8 @@ def _run(lab: Lab, variant: Variant, script: Sequence[str], steps: int, skip: in
         if result.returncode:
             raise HolmesError(_why(variant, result))
         records = [json.loads(line) for line in log.read_text().splitlines()]
-    series.steps.append([record["seconds"] for record in records[skip:]])
-    series.losses = [record["loss"] for record in records]
-    series.emulated, series.realtime = result.emulated, series.realtime and result.realtime
-    series.busy = max(series.busy, result.busy_in_last(sum(series.steps[-1])))
-    series.lines = [line for _, line in result.lines[0]]
-    series.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / steps for nic in nics}
-                   for node, nics in after.items()}
+    seconds, losses = ([record[key] for record in records] for key in ("seconds", "loss"))
+    series.add(seconds, losses, skip, result, before, after)
 
 
 def _why(variant: Variant, result: RunResult) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
+from holmes_ext.cluster.site import Fabric
 from holmes_ext.plan.cost.across import CrossClusterAlgorithm, ways_across
 from holmes_ext.plan.cost.network import FREE, Load, Network, Pair, Price
 from holmes_ext.plan.cost.reductions.reduction import Flow, PricedReduction, Tag
@@ -61,7 +62,7 @@ class TwoLevels(PricedReduction):
     half_s: float = 0.0
     longer_s: float = 0.0
     #: Seconds of a half for each byte of a chunk, as every cluster on its way receives it whole before it
-    #: passes it on.
+    #: passes it on (nothing is compressed then).
     relay_byte_s: float = 0.0
     #: Whether a chunk must have arrived across before the next one leaves (direct exchanges over long ways).
     stalls: bool = False
@@ -98,7 +99,7 @@ class TwoLevels(PricedReduction):
         """Of many chunks: the slower level all the time, and the first chunk on the other one."""
         slower, faster = sorted((self.inside.byte_s, self.across.byte_s), reverse=True)
         latency_s = self.inside.latency_s + self.across.latency_s
-        first_s = self.chunk_bytes * (faster + 2 * self.share * self.relay_byte_s)
+        first_s = self.chunk_bytes * (faster + 2 * self.relay_byte_s)
         return Price(slower, latency_s + first_s) + self.gather
 
     def seconds(self, size: float) -> float:
@@ -106,8 +107,8 @@ class TwoLevels(PricedReduction):
         if size > self.chunk_bytes:
             return self.once.seconds(size)
         stall_s = 2 * self.half_s / self.chunk_bytes if self.stalls else 0.0
-        each = self.inside.byte_s + self.across.byte_s - stall_s  # nothing follows that could stall
-        each += 2 * self.share * self.relay_byte_s
+        # nothing follows that could stall
+        each = self.inside.byte_s + self.across.byte_s + 2 * self.relay_byte_s - stall_s
         alone = Price(each, self.inside.latency_s + self.across.latency_s)
         return (alone + self.gather).seconds(size)
 
@@ -123,7 +124,7 @@ class TwoLevels(PricedReduction):
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
         real = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
         chunks = min(most, real)
-        way_s = self.longer_s + self.share * self.relay_byte_s * sum(sizes) / real
+        way_s = self.longer_s + self.relay_byte_s * sum(sizes) / real
         steps = [self.insides, (self.there,), (self.back,), self.insides]
         return [list(self._chain(steps, sum(sizes) / chunks, way_s, tag, chunk, chunk == chunks - 1))
                 for chunk in range(chunks)]
@@ -211,24 +212,31 @@ def _two_levels(
         def way_s(pair: Pair) -> float:
             return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023
 
-        def message_s(pair: Pair) -> float:  # of a byte that is summed
-            rates: list[float] = [fabric.rate_bps * min(ranks[name] for name in pair)]  # noqa: B023
-            rates += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]  # noqa: B023
-            return 8 * route.part / min(rates)  # noqa: B023
-
-        fluid_s = max(message_s(pair) * volume / route.part for pair, volume in route.halves[0].items())
         one = TwoLevels(
             insides=insides, there=there, back=back,
             chunk_bytes=given_bytes or chunk_bytes(min(ranks.values()), direct),
             route=route, ranks=ranks, half_s=route.latency_s(way_s), share=share,
             longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),  # noqa: B023
-            relay_byte_s=max(0.0, route.latency_s(message_s) - fluid_s),
+            relay_byte_s=_relay_byte_s(network, fabric, route, ranks),
             stalls=bool(network.wan) and direct and route.algorithm == "direct",
             senders=max(_senders(part, groups) for part in family.parts),
         )  # fmt: skip
         made.append(one if given_bytes else one.sized(size))
     best = min(made, key=lambda one: one.seconds(size))
     return best if best.seconds(size) < WORTH * made[0].seconds(size) else made[0]
+
+
+def _relay_byte_s(network: Network, fabric: Fabric, route: CrossClusterAlgorithm,
+                  ranks: Mapping[str, int]) -> float:
+    """The messages of a half one after the other, without the slowest one's, which its flow takes anyhow; of
+    a byte that is summed."""
+    def message_s(pair: Pair) -> float:
+        rates: list[float] = [fabric.rate_bps * min(ranks[name] for name in pair)]
+        rates += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
+        return 8 * route.part / min(rates)
+
+    flow_s = max(message_s(pair) * volume / route.part for pair, volume in route.halves[0].items())
+    return max(0.0, route.latency_s(message_s) - flow_s)
 
 
 def _senders(part: GroupPart, groups: float) -> float:
