@@ -15,7 +15,7 @@ BROWSER = f".ci/run: apt brought no chromium-headless-shell: the browser tests a
 SLURM = f".ci/run: apt brought no slurm-wlm munge: the tests of real launchers are skipped{WHY}"
 FAILS = "echo 'E: Unable to locate package' >&2; exit 100"
 NO_TORCH = (
-    ".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make test), as pip brought no CUDA build of"
+    ".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make unit), as pip brought no CUDA build of"
             " torch: ERROR: no matching distribution")
 
 
@@ -64,14 +64,15 @@ def test_what_apt_cannot_bring_is_told(run, tmp_path, apt, there, said, asked):
     torch = tmp_path / ".venv-gpu" / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
     torch.parent.mkdir(parents=True)
     torch.write_text("")
-    assert run(apt, there) == ["make .venv", "make check", *said, "make test", "python benchmarks/matrix.py",
-                               "make gpu"]
+    assert run(apt, there) == ["make .venv", "make check", *said, "make test", "make gpu",
+                               "python benchmarks/matrix.py", "make unit"]
     assert (tmp_path / "asked").read_text().split() == ["update", "install"] * asked
 
 
 def test_a_torch_that_pip_cannot_bring_is_told(run):
     lines = run(make='[ "$1" != .venv-gpu ] || { echo "ERROR: no matching distribution" >&2; exit 2; }')
-    assert lines == ["make .venv", "make check", "make test", "python benchmarks/matrix.py", NO_TORCH]
+    assert lines == ["make .venv", "make check", "make test", NO_TORCH, "python benchmarks/matrix.py",
+                     "make unit"]
 
 
 def test_old_versions_that_fail_fail_all(run, tmp_path):
@@ -79,10 +80,10 @@ def test_old_versions_that_fail_fail_all(run, tmp_path):
     assert "losses differ" in run(status=1)
 
 
-@pytest.mark.parametrize("room", ["test", "gpu"])
+@pytest.mark.parametrize("room", ["unit", "test", "gpu"])
 def test_a_room_that_fails_fails_all_and_ends_no_other(run, tmp_path, room):
     torch = tmp_path / ".venv-gpu" / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
     torch.parent.mkdir(parents=True)
     torch.write_text("")
     lines = run(make=f'[ "$1" != {room} ] || exit 2', status=2)
-    assert lines[-3:] == ["make test", "python benchmarks/matrix.py", "make gpu"]
+    assert lines[-4:] == ["make test", "make gpu", "python benchmarks/matrix.py", "make unit"]

@@ -25,8 +25,12 @@ SIDE_BY_SIDE = 6
 FIRST = ("time_limit", "srun_node_goes_down", "mpirun_sigterm", "holmes_lab_run", "scontrol_requeue",
          "holmes_doctor_over_an_allocation", "example_sizes", "example_trainer", "example_deepspeed",
          "example_megatron_lm", "example_mpi")
-#: What runs: of examples/schedulers/, one job after the other, one; with HOLMES_TEST_FULL=1 all.
-CHOSEN = [name for name in CASES if FULL or name == "example_mpi" or not name.startswith("example_")]
+#: What runs with HOLMES_TEST_FULL=1 only: of examples/schedulers/, one job after the other, all but one;
+#: other ways to lay out the same ranks.
+LONGER = {*(name for name in CASES if name.startswith("example_") and name != "example_mpi"),
+          "srun_one_rank_a_node", "srun_cyclic", "srun_plane", "srun_heterogeneous", "mpirun_by_node",
+          "deepspeed_include"}
+CHOSEN = [name for name in CASES if FULL or name not in LONGER]
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,
