@@ -11,6 +11,7 @@ gradients leave as they become final:
 
 In one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a bucket that waits for the one before it holds up the
 backward pass, and with it the stages that wait for its gradient; they give the reduction time afterwards.
+
 The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets
 differs. What is reduced is the gradient where the optimizer reads it: deepspeed_gradients.py.
 """

@@ -37,7 +37,7 @@ from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 LINKS = """
 [[between]]
-clusters = ["a", "b"]
+clusters = ["{one}", "{other}"]
 rate = "{rate}"
 latency = "{latency}"
 """
@@ -47,7 +47,8 @@ MODEL = load_model(examples() / "models" / "deepspeed_demo.toml")
 def two(rate="50Mb/s", latency="20ms", uplink="", nodes="a[0-1]"):
     more = f" uplink={uplink}" if uplink else ""
     text = toml(f"a ib 2Gb/s {nodes}{more}", f"b roce 2Gb/s {nodes.replace('a', 'b')}")
-    return site_from_spec(parse_spec(text + (LINKS.format(rate=rate, latency=latency) if rate else "")))
+    link = LINKS.format(one="a", other="b", rate=rate, latency=latency) if rate else ""
+    return site_from_spec(parse_spec(text + link))
 
 
 def names(site):
@@ -163,19 +164,11 @@ def test_chunks_outlast_the_latency():
     assert sized.chunk_bytes >= 4 * small.chunk_bytes and sized.seconds(1e9) < 0.8 * small.seconds(1e9)
 
 
-CHAIN = """
-[[between]]
-clusters = ["{}", "{}"]
-rate = "{}"
-latency = "10ms"
-"""
-
-
 def chain(near="200Mb/s", far="10Mb/s"):
     """Five clusters in a row: what is not next to each other is far."""
     lines = [f"{name} roce 1Gb/s {name}[0-1]" for name in "abcde"]
-    links = (CHAIN.format(one, two, near if ord(two) - ord(one) == 1 else far)
-             for one, two in itertools.combinations("abcde", 2))
+    links = (LINKS.format(one=one, other=other, rate=near if ord(other) - ord(one) == 1 else far,
+                          latency="10ms") for one, other in itertools.combinations("abcde", 2))
     return site_from_spec(parse_spec(toml(*lines) + "".join(links)))
 
 
