@@ -10,6 +10,7 @@ HOLMES_DISABLE=all, and being a child of a worker make it run without holmes, fl
 import os
 import runpy
 import sys
+from typing import Any
 
 from holmes_ext import _pth
 from holmes_ext.errors import HolmesError
@@ -43,6 +44,10 @@ def split(arguments: list[str]) -> tuple[list[str], str, str, list[str]]:
     return flags, kind, program, rest
 
 
+#: Of the program: they live until the interpreter ends, as they would without this module.
+variables: dict[str, Any] = {}
+
+
 def main() -> int:
     try:
         flags, kind, program, arguments = split(sys.argv[1:])
@@ -55,11 +60,12 @@ def main() -> int:
     else:
         _pth.start(sys.argv)
     if kind == "module":
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        variables.update(runpy.run_module(program, run_name="__main__", alter_sys=True))
     else:
         if not getattr(sys.flags, "safe_path", False):  # -P and PYTHONSAFEPATH: nothing was prepended
             sys.path[0] = os.path.dirname(os.path.realpath(program))
-        runpy.run_path(os.path.abspath(program), run_name="__main__")  # __file__ is absolute alone, too
+        # __file__ is absolute alone, too
+        variables.update(runpy.run_path(os.path.abspath(program), run_name="__main__"))
     return 0
 
 

@@ -19,6 +19,7 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends
+from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_forget
 from holmes_ext.runtime.groups.transport import as_made, gloo_interface, nccl_options, refuse_forced
 from holmes_ext.runtime.session import GroupRecord
 from holmes_ext.runtime.start.refusal import told_once
@@ -55,6 +56,8 @@ def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, glob
     options, *after = (*rest, *given) or (None,)
     if "nccl" in backends(str(backend)).values():
         options = _options(current, ranks, options, after[0] if after else more.get("timeout"))
+    if "gloo" in backends(str(backend)).values():
+        forget_before_exit()
     with gloo_interface(current.transport(ranks, "gloo")):
         made = wrapped(*group, options, *after, **more)
     _record(current, str(more.get("group_desc") or group_name), ranks, backend_named(str(backend)), options)
@@ -81,6 +84,14 @@ def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_
         made = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
     _record(current, more.get("group_desc") or "split", ranks, backend, pg_options)
     return made
+
+
+@with_session
+def _let_threads_forget(current, wrapped, instance, args, kwargs):
+    """Before groups end: a thread of gloo that waits for Python holds the lock that their end needs."""
+    if "gloo" in {group.backend for group in current.groups}:
+        let_threads_forget()
+    return wrapped(*args, **kwargs)
 
 
 #: Default groups made so far: a program may end torch.distributed and start it again.
@@ -163,4 +174,7 @@ PATCHES = (
     Patch(NICS, "torch.distributed.distributed_c10d:split_group",
           "split_group copies the parent's options, so a split would keep the parent's network",
           _give_split_group_its_nic, only=">=2.5"),
+    Patch(RANKS, "torch.distributed.distributed_c10d:destroy_process_group",
+          "DistributedDataParallel ends its group with the interpreter's lock held, for which gloo waits",
+          _let_threads_forget),
 )  # fmt: skip

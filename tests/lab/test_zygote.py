@@ -23,7 +23,7 @@ argv.remove("--holmes") if "--holmes" in argv else None)
 sys.modules["holmes_ext.job"] = switch
 from holmes_ext.lab.process.zygote import run_script
 try:
-    run_script(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
+    variables = run_script(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
 finally:
     print(json.dumps(seen))
 """
@@ -86,3 +86,20 @@ def test_holmes_is_switched_on_before_the_script(tmp_path, environment, argument
     (tmp_path / "x.py").write_text(REPORT)
     report, activated = forked(arguments, {**environment, **env}, tmp_path)
     assert activated == [arguments] and report[0] == ["x.py", "a"]
+
+
+def test_variables_live_until_the_interpreter_ends(tmp_path, environment):
+    """What a variable ends in its destructor it ends after functions of atexit."""
+    (tmp_path / "ends.py").write_text("class Ends:\n    def __del__(self):\n        print('variable')\n")
+    (tmp_path / "x.py").write_text(f"""{REPORT}
+import atexit, ends
+variable = ends.Ends()
+atexit.register(print, "atexit")
+""")
+    for arguments in (["x.py"], ["-m", "x"]):
+        ways = [arguments, ["-m", "holmes_ext", *arguments],
+                ["-c", RUN, json.dumps(arguments), json.dumps(environment)]]
+        for way in ways:
+            done = subprocess.run([sys.executable, *way], env={**environment, "HOLMES": "0"}, cwd=tmp_path,
+                                  capture_output=True, text=True, check=True)
+            assert done.stdout.splitlines()[-2:] == ["atexit", "variable"], way

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 from holmes_ext.lab.network import namespaces
 from holmes_ext.lab.process import wire
 
-Entry = Callable[[], None]
-Script = Callable[[list[str], dict[str, str]], None]
+Entry = Callable[[], object]
+Script = Callable[[list[str], dict[str, str]], object]
 
 
 def serve_job(job: socket.socket, run_script: Script | None = None) -> Entry | None:

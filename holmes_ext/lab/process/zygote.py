@@ -10,6 +10,7 @@ template) and honoured in the rank.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -18,10 +19,12 @@ import runpy
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.emulate import trace
@@ -37,10 +40,13 @@ sys.path.remove(root)
 entry = zygote.serve(sys.argv[2].split(","), int(sys.argv[3]))
 del root, sys, zygote
 if entry is not None:
-    entry()
+    variables = entry()
 """
 
 
+#: Seconds at exit in which gloo's threads get the interpreter to forget their last tensors: a stock job
+#: aborts or hangs without them now and then (runtime/groups/callbacks.py, for jobs under holmes, says how).
+_FORGET_S = 0.02
 #: What a module imports at its first use: for seconds in every rank, if not here.
 _FIRST_USE = {"torch": ("torch._dynamo",),
               "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend")}
@@ -111,8 +117,10 @@ def uses_emulated_gpu() -> bool:
     return "/memfd:emulated-gpu" in Path("/proc/self/maps").read_text() or "emulated-gpu\n" in threads
 
 
-def run_script(arguments: list[str], env: dict[str, str]) -> None:
-    """Run [SCRIPT, ...] or ["-m", MODULE, ...] in this process as the interpreter would."""
+def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
+    """Run [SCRIPT, ...] or ["-m", MODULE, ...] in this process as the interpreter would; returns its
+    variables, which are to live until the interpreter ends, as they would there."""
+    atexit.register(time.sleep, _FORGET_S)
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -129,6 +137,5 @@ def run_script(arguments: list[str], env: dict[str, str]) -> None:
 
         activate(sys.argv)
     if as_module:
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(arguments[0], run_name="__main__")
+        return runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    return runpy.run_path(arguments[0], run_name="__main__")

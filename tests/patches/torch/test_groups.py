@@ -169,3 +169,13 @@ def test_a_network_forced_by_a_file_ends_the_job_before_the_group_is_made(on_ncc
     on_nccl.forced_nets = {"IB": "/etc/nccl.conf of node a0"}
     with pytest.raises(HolmesError, match="NCCL_NET=IB in /etc/nccl.conf of node a0 overrides"):
         torch_distributed._give_group_its_nic(pytest.fail, None, (2, 0, [], "nccl", "store", "name"), {})
+
+
+@pytest.mark.parametrize("backend, expected", [("gloo", ["waited", "ended"]), ("nccl", ["ended"])])
+def test_threads_of_gloo_forget_before_the_groups_end(process, monkeypatch, backend, expected):
+    """One that waits for Python meanwhile holds the lock that the end of a group waits for."""
+    seen = []
+    monkeypatch.setattr(torch_distributed, "let_threads_forget", lambda: seen.append("waited"))
+    session.active().groups = [SimpleNamespace(backend=backend)]
+    torch_distributed._let_threads_forget(lambda: seen.append("ended"), None, (), {})
+    assert seen == expected
