@@ -1,5 +1,7 @@
 """lab/network/shaping.py: addresses, links and shaping that a cluster.toml becomes."""
 
+import re
+
 import clusters
 import pytest
 
@@ -88,3 +90,11 @@ def test_interleave_takes_the_clusters_in_turn():
 def test_an_unknown_nic_is_named():
     with pytest.raises(HolmesError, match="node a0: no NIC 'roce0'; it has eth0, ib0"):
         network.lay_out(SPEC, 1.0)[0].nic("roce0")
+
+
+def test_another_burst_is_another_queue():
+    """A packet of the old one that is longer than the new burst would stay at its head for ever."""
+    handles = [re.search(r"handle (\w+):", network.shape_commands("eth0", rate)[1]).group(1)
+               for rate in (3_000_000, 2_000_000, 100_000_000, 500_000_000, 10**9, 10**10, 10**11)]
+    assert handles[0] == handles[1] and len(set(handles)) == 6
+    assert all(0 < int(handle, 16) < 65_536 for handle in handles)

@@ -169,13 +169,18 @@ def shaping(rate_bps: int) -> Shaping:
 
 
 def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
-    """One line for `ip -batch` and one for `tc -batch` that shape `device`'s egress to `rate_bps` bits/s."""
+    """One line for `ip -batch` and one for `tc -batch` that shape `device`'s egress to `rate_bps` bits/s.
+
+    Another burst is another handle, so another queue: a packet of the old one that is longer than the new
+    burst would stand at its head for ever, and all traffic behind it (net/sched/sch_tbf.c, tbf_dequeue). TCP
+    sends again what the old queue held.
+    """
     s = shaping(rate_bps)
     peak = f" peakrate {s.peak_bps}bit minburst {s.peak_burst}" if s.peak_bps else ""
     return (
         f"link set dev {device} gso_max_size {s.gso_max_size}",
-        f"qdisc replace dev {device} root tbf rate {s.rate_bps}bit burst {s.burst} latency "
-        f"{TBF_LATENCY_MS}ms{peak}",
+        f"qdisc replace dev {device} root handle {s.burst % 65_521 + 1:x}: tbf rate {s.rate_bps}bit "
+        f"burst {s.burst} latency {TBF_LATENCY_MS}ms{peak}",
     )
 
 
