@@ -54,9 +54,10 @@ def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, glob
         return wrapped(*group, *rest, **more)
     given = [more.pop(name) for name in ("backend_options", "pg_options") if name in more]
     options, *after = (*rest, *given) or (None,)
-    if "nccl" in backends(str(backend)).values():
+    named = backends(str(backend)).values()
+    if "nccl" in named:
         options = _options(current, ranks, options, after[0] if after else more.get("timeout"))
-    if "gloo" in backends(str(backend)).values():
+    if "gloo" in named:
         forget_before_exit()
     with gloo_interface(current.transport(ranks, "gloo")):
         made = wrapped(*group, options, *after, **more)
@@ -89,7 +90,7 @@ def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_
 @with_session
 def _let_threads_forget(current, wrapped, instance, args, kwargs):
     """Before groups end: a thread of gloo that waits for Python holds the lock that their end needs."""
-    if "gloo" in {group.backend for group in current.groups}:
+    if any(group.backend == "gloo" for group in current.groups):
         let_threads_forget()
     return wrapped(*args, **kwargs)
 
