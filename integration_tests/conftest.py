@@ -3,15 +3,16 @@ from pathlib import Path
 
 import pytest
 import ranks
-from carriers import ON_GPUS
+from carriers import ON_GPUS, PHYSICAL
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
 from integration_tests.jobs import CLUSTER, FULL, LabOf
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if ON_GPUS else "cpu")
-# two of them at DeepSpeed's first use
-ranks.preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend")
+# two of them at DeepSpeed's first use; on a physical GPU it would begin to use it
+if not PHYSICAL:
+    ranks.preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend")
 
 
 def pytest_configure(config):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from carriers import LESS_MEMORY, ON_GPUS, gpus
+from carriers import EMULATED, LESS_MEMORY, ON_GPUS, PHYSICAL, gpus
 from packaging.version import Version
 
 from holmes_ext.cluster.spec import SiteSpec
@@ -53,7 +53,7 @@ class LabOf:
 
     def _with(self, way, *command: str, preload=("torch",), env=None, **more):
         argv = list(command) if command[0] == "sh" else [sys.executable, *command]
-        preload = () if command[0] == "sh" else preload
+        preload = () if command[0] == "sh" or PHYSICAL else preload
         # pytest's variable would give every test an environment, and so a preloaded Python, of its own
         env = {"PYTEST_CURRENT_TEST": "", **FRAMEWORKS, **(env or {})}
         if ON_GPUS:
@@ -66,7 +66,7 @@ class LabOf:
 
     def run(self, *command: str, timeout: float = 240, **more):
         """start(), to its end. On emulated GPUs what hangs fails with the circle of its waits."""
-        if not ON_GPUS:
+        if not EMULATED:
             return follows_plan(self._with(self.lab.run, *command, timeout=timeout, **more))
         job = self.start(*command, timeout=3 * timeout, **more)
         labels = [f"{node}:{local}" for node in self.order for local in range(more.get("processes") or 1)]

@@ -3,6 +3,9 @@
     HOLMES_TEST_CARRIER=gloo    gloo, on the CPU: what `make test` runs
     HOLMES_TEST_CARRIER=nccl    the same functions and scripts on emulated GPUs, over NCCL's own host code,
                                 with the CUDA build of torch: what `make gpu` runs
+    HOLMES_TEST_CARRIER=cuda    the same on one physical GPU that all ranks share, each a host of its own to
+                                NCCL; HOLMES_TEST_NET_PLUGIN: the lab's libnccl-net-holmes.so
+                                (`holmes lab build` makes it), its RDMA
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,25 +25,53 @@ import pytest
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.gpu import nccl_source
 from holmes_ext.lab.gpu.build import cache_folder
-from holmes_ext.lab.gpu.job import Gpus
+from holmes_ext.lab.gpu.job import GpuClock, Gpus, of_stock
 from holmes_ext.lab.gpu.libraries import libraries
+from holmes_ext.lab.network.shaping import LabNode
 
 CARRIER = os.environ.get("HOLMES_TEST_CARRIER", "gloo")
-if CARRIER not in ("gloo", "nccl"):
-    raise ValueError(f"HOLMES_TEST_CARRIER={CARRIER}: gloo or nccl")
-ON_GPUS = CARRIER == "nccl"
+if CARRIER not in ("gloo", "nccl", "cuda"):
+    raise ValueError(f"HOLMES_TEST_CARRIER={CARRIER}: gloo, nccl or cuda")
+ON_GPUS = CARRIER != "gloo"
+EMULATED, PHYSICAL = CARRIER == "nccl", CARRIER == "cuda"
+BACKEND = "nccl" if ON_GPUS else "gloo"
 DEVICE = "cuda" if ON_GPUS else "cpu"
 #: NCCL 2.29 takes 512 MB for a communicator of one rank (64 channels for messages, buffers of 4 MB): this
 #: machine's memory, which a process has back when it ends. So it is some 180 MB for a rank of a communicator.
-LESS_MEMORY = {"NCCL_MAX_P2P_NCHANNELS": "4", "NCCL_BUFFSIZE": str(1 << 18)}
+LESS_MEMORY = {"NCCL_MAX_P2P_NCHANNELS": "4", "NCCL_BUFFSIZE": str(1 << 18)} if not PHYSICAL else {}
+#: No rank may begin to use the GPU before it is forked.
+NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: Of what is gloo's or the CPU's own, and of what NCCL alone has.
 gloo_only = pytest.mark.skipif(ON_GPUS, reason="gloo's or the CPU's own")
 gpu_only = pytest.mark.skipif(not ON_GPUS, reason="HOLMES_TEST_CARRIER=nccl")
 
 
+@dataclass(frozen=True)
+class PhysicalGpu:
+    """One for all ranks of a lab, in Gpus' place. plugin: what answers to "IB"."""
+
+    plugin: str
+    clock = GpuClock()
+
+    def check(self, processes: int, ranks: int, environ: Mapping[str, str]) -> int:
+        if processes > 1:
+            pytest.skip("a node of several processes has a GPU for each: here is one")
+        return 1
+
+    def environment(self, given: Mapping[str, str], count: int, nodes: Sequence[LabNode], holmes: bool,
+                    watch: Path) -> dict[str, str]:
+        stock = {} if holmes else of_stock(nodes)
+        # NCCL 2.28 frees twice what it has for a plugin without devices, if its own "IB" has none either
+        plugin = "none" if "NCCL_IB_DISABLE" in stock else self.plugin
+        added = {"NCCL_NET_PLUGIN": plugin, **NO_CUDA_YET, **stock}
+        return {name: value for name, value in added.items() if name not in given}
+
+
 @functools.cache
-def gpus() -> Gpus:
+def gpus() -> Gpus | PhysicalGpu:
     """Emulated ones for this Python's torch; skips the test where NCCL's source cannot be had."""
+    if PHYSICAL:
+        return PhysicalGpu(os.environ["HOLMES_TEST_NET_PLUGIN"])
     if not os.environ.get(nccl_source.VARIABLE):
         try:
             nccl_source.find_nccl(None, cache_folder())
@@ -60,6 +93,5 @@ def environment(count: int = 1) -> dict[str, str]:
     the loopback device, by sockets."""
     if not ON_GPUS:
         return {}
-    added = gpus().environment(os.environ, count, (), holmes=True, watch=watched())
-    return {**added, **LESS_MEMORY, "NCCL_NET_PLUGIN": "none", "NCCL_SOCKET_IFNAME": "lo",
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    added = gpus().environment(os.environ, count, (), holmes=True, watch=watched()) if EMULATED else {}
+    return {**added, **LESS_MEMORY, **NO_CUDA_YET, "NCCL_NET_PLUGIN": "none", "NCCL_SOCKET_IFNAME": "lo"}

@@ -1,5 +1,5 @@
-"""Runs a function in several processes that form a process group on loopback: gloo's, or NCCL's, each with an
-emulated GPU as its default device (carriers.py). For tests.
+"""Runs a function in several processes that form a process group on loopback: gloo's, or NCCL's, each with a
+GPU as its default device (carriers.py). For tests.
 
     assert run_ranks(function, 2, argument) == [of_rank_0, of_rank_1]
     # function(rank, argument), at a module's top
@@ -104,9 +104,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any,
 
 def run_scenes(function: Callable[..., dict], world_size: int, names: list[str],
                timeout_s: float) -> list[dict]:
-    """[function(rank, names) of every rank], dictionaries by name. Over NCCL some launches: the memory of a
-    communicator is its process's until that ends."""
-    few, results = 2 if carriers.ON_GPUS else len(names), [dict[str, Any]() for _ in range(world_size)]
+    """[function(rank, names) of every rank], dictionaries by name. On emulated GPUs some launches: the
+    memory of a communicator is its process's until that ends."""
+    few, results = 2 if carriers.EMULATED else len(names), [dict[str, Any]() for _ in range(world_size)]
     for some in (names[start:start + few] for start in range(0, len(names), few)):
         for result, more in zip(results, run_ranks(function, world_size, some, timeout_s=timeout_s)):
             result |= more
@@ -175,7 +175,7 @@ def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, wor
         if carriers.ON_GPUS:
             torch.cuda.set_device(0)
             torch.set_default_device("cuda")
-        dist.init_process_group(carriers.CARRIER, store=store, rank=rank, world_size=world_size,
+        dist.init_process_group(carriers.BACKEND, store=store, rank=rank, world_size=world_size,
                                 timeout=timeout)
         answer = function(rank, *args)
         _tell(parent, "answer", tree_map_only(torch.Tensor, torch.Tensor.cpu, answer))

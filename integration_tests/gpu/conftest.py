@@ -1,5 +1,5 @@
 """Emulated GPUs under the Python that runs the tests: `make gpu` (skipped where torch is built for the
-CPU)."""
+CPU). Of a physical one (HOLMES_TEST_CARRIER=cuda) nobody tells what it does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import carriers
 import pytest
 import torch
+from carriers import PHYSICAL
 
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
@@ -82,7 +84,7 @@ class GpuLab:
             **options) -> Ran:
         """A script's path and arguments on these nodes; on the CPU and gloo if not `on_gpus`. end_s: seconds
         without progress after which it is ended."""
-        env = {"PYTEST_CURRENT_TEST": "", **(env or {})}
+        env, preload = {"PYTEST_CURRENT_TEST": "", **(env or {})}, () if PHYSICAL else preload
         nodes, before = order.split(","), self.lab.counters()
         with self._starts:
             job = self.lab.start([sys.executable, *command], order=nodes, processes=processes,
@@ -90,7 +92,7 @@ class GpuLab:
                                  timeout=timeout, **options)
         labels: list[str] = [f"{node}:{local}" for node in nodes for local in range(processes)]
         told: list[str] = []
-        watched = WatchedRun(job.wait()) if job.watch is None else wait_watched(
+        watched = WatchedRun(job.wait()) if job.watch is None or PHYSICAL else wait_watched(
             job, Watcher(job.watch, standstill_s=1.0, end_s=end_s), labels, told.extend)
         result, after = watched.result, self.lab.counters()
         placed = [next(node for node in self.lab.nodes if node.name == name) for name in nodes]
@@ -102,7 +104,9 @@ class GpuLab:
 
 
 @pytest.fixture(scope="session")
-def gpus() -> Gpus:
+def gpus() -> Gpus | carriers.PhysicalGpu:
+    if PHYSICAL:
+        return carriers.gpus()
     if not os.environ.get(nccl_source.VARIABLE):
         try:
             nccl_source.find_nccl(None, cache_folder())
@@ -114,6 +118,7 @@ def gpus() -> Gpus:
 @pytest.fixture(scope="session")
 def lab(gpus, tmp_path_factory):
     file = tmp_path_factory.mktemp("site") / "cluster.toml"
-    file.write_text(TOML)
-    with Lab(parse_spec(TOML)) as lab:
+    text = TOML.replace("processes = 2", "processes = 1") if PHYSICAL else TOML
+    file.write_text(text)
+    with Lab(parse_spec(text)) as lab:
         yield GpuLab(lab, file, gpus)

@@ -24,7 +24,7 @@ import clusters
 import pytest
 import ranks
 import torch
-from carriers import ON_GPUS
+from carriers import EMULATED
 from sysfs_builder import Sysfs
 
 from holmes_ext.cluster.addresses import egress_interface
@@ -33,9 +33,9 @@ from holmes_ext.doctor.nccl import installed_nccl
 from integration_tests.nccl.debug_lines import read
 
 ROOT = Path(__file__).resolve().parents[2]
-GPU = ON_GPUS or bool(torch.version.cuda) and torch.cuda.is_available()
+GPU = EMULATED or bool(torch.version.cuda) and torch.cuda.is_available()
 #: Of this machine (each rank has as many, emulated).
-GPUS = 2 if ON_GPUS else torch.cuda.device_count()
+GPUS = 2 if EMULATED else torch.cuda.device_count()
 #: This node's number, None on one machine alone.
 NODE = int(os.environ["HOLMES_NCCL_NODE"]) if "HOLMES_NCCL_NODE" in os.environ else None
 NAMES = ("a0", "b0", "a1", "b1")  # in turn, as a scheduler that knows nothing launches them
@@ -46,7 +46,7 @@ _report: dict = {"scenes": []}
 def machine() -> dict:
     """What the scenes ran on."""
     gpus = [torch.cuda.get_device_name(i)
-            for i in range(torch.cuda.device_count())] if not ON_GPUS else ["emulated"]
+            for i in range(torch.cuda.device_count())] if not EMULATED else ["emulated"]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if GPU else ""
     variables = {name: value for name, value in os.environ.items()
                  if name.startswith(("NCCL_", "TORCH_NCCL_"))}

@@ -12,6 +12,9 @@
 
 #include "emulated_gpu.h"
 
+// Not there where NCCL runs on a physical GPU (tests/carriers.py).
+extern "C" __attribute__((weak)) void egpuGot(void);
+
 namespace rdma {
 
 namespace {
@@ -127,7 +130,7 @@ State Connection::progress() {
       return State::kFailed;
     }
     if (request.moved == request.header + kHeader) {
-      egpuGot();
+      if (egpuGot) egpuGot();
       request.done = true;
       request.size = request.header;
       done_.push_back(std::move(posted_.front()));

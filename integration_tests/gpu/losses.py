@@ -1,0 +1,48 @@
+"""Losses of three examples on two clusters, stock and under holmes, as JSON: does the emulated GPU compute what
+a physical one does?
+
+    PYTHONPATH=tests:. HOLMES_TEST_CARRIER=nccl .venv-gpu/bin/python integration_tests/gpu/losses.py OUT.json
+    PYTHONPATH=tests:. HOLMES_TEST_CARRIER=cuda HOLMES_TEST_NET_PLUGIN=... python ... on a physical GPU
+    python integration_tests/gpu/losses.py --compare A.json B.json
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from holmes_ext.cluster.spec import load_spec
+from holmes_ext.lab import Lab
+from integration_tests.jobs import CLUSTER, ON_CPU, ROOT, SIZE, TRAIN, LabOf, losses
+
+EXAMPLES = ROOT / "examples"
+JOBS = {
+    "plain torch": (str(EXAMPLES / "plain_torch" / "train.py"),),
+    "DeepSpeed's pipeline": (TRAIN, "--stages", "2"),
+    "DeepSpeed's pipeline, ZeRO 1, bf16": (TRAIN, "--stages", "2", "--zero", "1", "--dtype", "bf16"),
+    "megatron-core": (str(EXAMPLES / "megatron_core" / "train.py"), "--pipeline", "2"),
+}
+
+
+def train_all() -> dict[str, list[float]]:
+    found = {}
+    with Lab(load_spec(CLUSTER)) as lab, tempfile.TemporaryDirectory() as folder:
+        clusters = LabOf(CLUSTER, lab)
+        for job, words in JOBS.items():
+            for name, flags in (("stock", ()), ("holmes", clusters.holmes)):
+                log = Path(folder, f"{job} {name}")
+                result = clusters.run(*words, *SIZE, "--log-file", str(log), *flags, preload=("torch",),
+                                      env={"PYTHONPATH": ON_CPU})
+                if result.returncode:
+                    sys.exit(f"{job}, {name}: {result.outputs}")
+                found[f"{job}, {name}"] = losses(log)
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--compare":
+        one, other = (json.loads(Path(name).read_text()) for name in sys.argv[2:])
+        for name in one:
+            print(f"{max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)):.1e}  {name}")
+    else:
+        Path(sys.argv[1]).write_text(json.dumps(train_all(), indent=1) + "\n")
