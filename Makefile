@@ -5,6 +5,8 @@
 # make docs   the site of docs/ into build/site, strictly: a link to nothing, or a block that differs from the code, fails
 # make gpu    CUDA and NCCL without a GPU: the tests of emulated GPUs, in an environment of their own (.venv-gpu, 6 GB)
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
+# make physical  the tests that `make gpu` runs over NCCL, too, on one physical GPU that all ranks share (root; BIN as for nccl;
+#             after make gpu-libraries, for the lab's network plugin)
 # make matrix the versions that people have, each row in an environment of its own (benchmarks/matrix.py); it may be ended at any
 #             time and goes on there. NEXT=1: only what no longer fits the newest of everything; ROWS="NAME,...": these
 #             once more; SLIM=1: without CUDA's libraries, 2 GB an environment instead of 5
@@ -36,7 +38,7 @@ ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.p
    $(if $(HOLMES_TEST_FULL),tests/patches/torch/test_ddp.py $(addprefix integration_tests/test_adapt,.py _sums.py _apart.py))
 export HOLMES_NCCL_SOURCE ?= $(abspath $(firstword $(wildcard ../shared/nccl/*.tar.gz ../shared/nccl/*.tgz)))
 
-.PHONY: demo test unit gpu gpu-libraries nccl check docs matrix soak faults stacks .venv .venv-gpu tools clean
+.PHONY: demo test unit gpu gpu-libraries nccl physical check docs matrix soak faults stacks .venv .venv-gpu tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
@@ -80,6 +82,9 @@ REPORT ?= nccl-report.json
 nccl:
 	HOLMES_NCCL_REPORT=$(abspath $(REPORT)) $(if $(NODE),HOLMES_NCCL_NODE=$(NODE)) $(if $(MASTER_ADDR),MASTER_ADDR=$(MASTER_ADDR)) \
 	   $(if $(CLUSTER),HOLMES_NCCL_CLUSTER=$(abspath $(CLUSTER))) $(BIN)/python -m pytest -v -rs integration_tests/nccl
+
+physical:
+	HOLMES_TEST_CARRIER=cuda $(BIN)/python -m pytest --timeout=900 -rs $(ON_BOTH) $(PYTEST_ARGS)
 
 stacks: tools .venv
 	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt -r requirements/stacks.txt $(TORCH_ARGS)

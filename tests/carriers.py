@@ -4,8 +4,8 @@
     HOLMES_TEST_CARRIER=nccl    the same functions and scripts on emulated GPUs, over NCCL's own host code,
                                 with the CUDA build of torch: what `make gpu` runs
     HOLMES_TEST_CARRIER=cuda    the same on one physical GPU that all ranks share, each a host of its own to
-                                NCCL; HOLMES_TEST_NET_PLUGIN: the lab's libnccl-net-holmes.so
-                                (`holmes lab build` makes it), its RDMA
+                                NCCL: what `make physical` runs. Its RDMA is the lab's network plugin, which
+                                `holmes lab build` made, or HOLMES_TEST_NET_PLUGIN names
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from holmes_ext.cluster.nccl import LAB_PLUGIN
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.gpu import nccl_source
 from holmes_ext.lab.gpu.build import cache_folder
@@ -62,16 +63,19 @@ class PhysicalGpu:
                     watch: Path) -> dict[str, str]:
         stock = {} if holmes else of_stock(nodes)
         # NCCL 2.28 frees twice what it has for a plugin without devices, if its own "IB" has none either
-        plugin = "none" if "NCCL_IB_DISABLE" in stock else self.plugin
-        added = {"NCCL_NET_PLUGIN": plugin, **NO_CUDA_YET, **stock}
-        return {name: value for name, value in added.items() if name not in given}
+        added = {"NCCL_NET_PLUGIN": self.plugin, **NO_CUDA_YET, **stock, **given}
+        if added.get("NCCL_IB_DISABLE") == "1":
+            added["NCCL_NET_PLUGIN"] = "none"
+        return added
 
 
 @functools.cache
 def gpus() -> Gpus | PhysicalGpu:
     """Emulated ones for this Python's torch; skips the test where NCCL's source cannot be had."""
     if PHYSICAL:
-        return PhysicalGpu(os.environ["HOLMES_TEST_NET_PLUGIN"])
+        built = sorted(cache_folder().glob(f"nccl-*/{LAB_PLUGIN}"), key=lambda path: path.stat().st_mtime)
+        named = os.environ.get("HOLMES_TEST_NET_PLUGIN") or (str(built[-1]) if built else "")
+        return PhysicalGpu(named) if named else pytest.skip("no network plugin: make gpu-libraries")
     if not os.environ.get(nccl_source.VARIABLE):
         try:
             nccl_source.find_nccl(None, cache_folder())

@@ -43,7 +43,7 @@ def test_what_a_page_links_to_and_names_is_there(page):
 def test_the_readme_is_two_screens_and_says_in_its_third_line_what_was_not_run():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 130 and max(map(len, lines)) <= 120
-    assert "not run on a GPU" in lines[2]
+    assert "not run on several GPUs" in lines[2]
 
 
 def test_every_page_is_reached_from_the_readme():

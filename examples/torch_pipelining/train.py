@@ -103,7 +103,8 @@ def batch(text: torch.Tensor, args: argparse.Namespace, number: int, device: tor
     samples = args.micro_batch * args.micro_batches
     starts = torch.randint(len(text) - args.sequence - 1, (samples,), generator=generator)
     rows = torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
-    return rows[:, :-1], rows[:, 1:]
+    # of a stride that torch up to 2.12 expects of a stage's inputs
+    return rows[:, :-1].contiguous(), rows[:, 1:]
 
 
 def cross_entropy(logits, labels):

@@ -20,6 +20,9 @@ from holmes_ext.errors import HolmesError
 #: Versions that cannot load a plugin of others again once their last communicator is closed ("Failed to
 #: initialize any NET plugin"; run with 2.29.7), and the variable that keeps it loaded.
 FORGETS_PLUGINS, KEEP_PLUGIN = SpecifierSet(">=2.29,<2.30"), "NCCL_NET_PLUGIN_REF_COUNT"
+#: Versions that free twice what a plugin of version 10 or older was given, where it finds no device and
+#: NCCL's own "IB" has none either (src/plugin/net.cc; run with 2.28.9).
+FREES_TWICE = SpecifierSet(">=2.28,<2.29")
 #: First and last version whose source was read.
 READ = (Version("2.18"), Version("2.31.dev0"))
 
@@ -61,6 +64,10 @@ def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator
                           "a job that ends its groups and makes new ones fails: Failed to initialize any NET "
                           "plugin",
                           f"export {KEEP_PLUGIN}=1")
+        if version is not None and version in FREES_TWICE:
+            yield note(nccl_of_node.plugin, f"NCCL {version} ends where it and \"IB\" find no device",
+                       "free(): double free, in a job without holmes or with net = \"auto\"",
+                       "export NCCL_NET_PLUGIN=none on nodes without RDMA, or take another NCCL")
 
 
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from carriers import ON_GPUS
 from ranks import run_scenes
 
 from holmes_ext.lab.samples import examples
@@ -23,8 +24,9 @@ pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 overlap = pytest.importorskip("integration_tests.deepspeed.test_overlap")
 #: Of three micro-batches: the last stage begins one before the gradient of the one before, and puts weights
-#: off.
-PASSES = ("F0 F1 F2 B0 I1 I2 W1 W2", "F0 F1 I0 F2 I1 W0 I2 W1 W2")
+#: off. NCCL is told when gradients' receives are posted, too.
+PASSES = ("F0 F1 g0 F2 g1 g2 B0 I1 I2 W1 W2" if ON_GPUS else "F0 F1 F2 B0 I1 I2 W1 W2",
+          "F0 F1 I0 F2 I1 W0 I2 W1 W2")
 #: name -> (passes, DeepSpeed's configuration, the model's options)
 SCENES = {
     "stock": ((), {}, {}), "split": (PASSES, {}, {}),

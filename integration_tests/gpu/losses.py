@@ -1,8 +1,8 @@
-"""Losses of three examples on two clusters, stock and under holmes, as JSON: does the emulated GPU compute what
-a physical one does?
+"""Losses of three examples on two clusters, stock and under holmes, as JSON: does the emulated GPU compute
+what a physical one does? (The text that they train on is Python's own, so take one version of it for both.)
 
     PYTHONPATH=tests:. HOLMES_TEST_CARRIER=nccl .venv-gpu/bin/python integration_tests/gpu/losses.py OUT.json
-    PYTHONPATH=tests:. HOLMES_TEST_CARRIER=cuda HOLMES_TEST_NET_PLUGIN=... python ... on a physical GPU
+    PYTHONPATH=tests:. HOLMES_TEST_CARRIER=cuda python ...                          on a physical GPU
     python integration_tests/gpu/losses.py --compare A.json B.json
 """
 

@@ -76,3 +76,13 @@ def test_files_and_plugins_are_findings(no_files):
     levels = {finding.about: finding.level for finding in nccl.check_nccl(forced, {})}
     assert levels == {"/etc/nccl.conf": "problem", str(no_files / "nccl.conf"): "note",
                       "/opt/libnccl-net.so": "note"}
+
+
+@pytest.mark.parametrize("version, told", [("2.27.7", 0), ("2.28.9", 1), ("2.29.7", 1), ("2.30.7", 0)])
+def test_what_a_version_makes_of_a_plugin(monkeypatch, no_files, version, told):
+    monkeypatch.setattr(nccl, "installed_nccl", lambda: ("nccl", Version(version)))
+    of_node = NcclOfNode("", "", "", "/opt/libnccl-net.so")
+    found = [one for one in nccl.check_nccl(of_node, {}) if version in one.what]
+    assert len(found) == told, found
+    assert not [one for one in nccl.check_nccl(of_node, {nccl.KEEP_PLUGIN: "1"})
+                if version in one.what and version == "2.29.7"]
