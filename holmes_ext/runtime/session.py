@@ -34,6 +34,8 @@ class Session:
     plan: Plan
     rank: int
     groups: list[GroupRecord] = field(default_factory=list)
+    #: Of all these groups; a record has the one that its GPU's tensors travel by.
+    backends: set[str] = field(default_factory=set)
     round: str = "holmes/1"
     store: Any = None
     model: Model | None = None

@@ -54,7 +54,8 @@ def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, glob
         return wrapped(*group, *rest, **more)
     given = [more.pop(name) for name in ("backend_options", "pg_options") if name in more]
     options, *after = (*rest, *given) or (None,)
-    named = backends(str(backend)).values()
+    named = set(backends(str(backend)).values())
+    current.backends |= named
     if "nccl" in named:
         options = _options(current, ranks, options, after[0] if after else more.get("timeout"))
     if "gloo" in named:
@@ -90,7 +91,7 @@ def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_
 @with_session
 def _let_threads_forget(current, wrapped, instance, args, kwargs):
     """Before groups end: a thread of gloo that waits for Python holds the lock that their end needs."""
-    if any(group.backend == "gloo" for group in current.groups):
+    if "gloo" in current.backends:
         let_threads_forget()
     return wrapped(*args, **kwargs)
 

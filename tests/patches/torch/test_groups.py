@@ -114,7 +114,7 @@ def on_nccl(monkeypatch):
     """An active session whose groups are all planned over "Socket", and torch as if it were built with
     NCCL."""
     current = session_of(0)
-    current.forced_nets, current.groups, current.store = {}, [], None
+    current.forced_nets, current.groups, current.backends, current.store = {}, [], set(), None
     current.transport = lambda ranks, backend: Transport("ethernet", "ethernet", "", "Socket")
     current.options.verbose = "off"
     current.site, current.node.ports = SimpleNamespace(fabric_by_name={}), ()
@@ -171,11 +171,13 @@ def test_a_network_forced_by_a_file_ends_the_job_before_the_group_is_made(on_ncc
         torch_distributed._give_group_its_nic(pytest.fail, None, (2, 0, [], "nccl", "store", "name"), {})
 
 
-@pytest.mark.parametrize("backend, expected", [("gloo", ["waited", "ended"]), ("nccl", ["ended"])])
-def test_threads_of_gloo_forget_before_the_groups_end(process, monkeypatch, backend, expected):
+@pytest.mark.parametrize("backend, expected", [
+    ("gloo", ["waited", "ended"]), ("nccl", ["ended"]), ("cpu:gloo,cuda:nccl", ["waited", "ended"])])
+def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, backend, expected):
     """One that waits for Python meanwhile holds the lock that the end of a group waits for."""
     seen = []
     monkeypatch.setattr(torch_distributed, "let_threads_forget", lambda: seen.append("waited"))
-    session.active().groups = [SimpleNamespace(backend=backend)]
+    torch_distributed._give_group_its_nic(lambda *args, **more: None, None,
+                                          (2, 0, [0, 1], backend, "store", "name"), {})
     torch_distributed._let_threads_forget(lambda: seen.append("ended"), None, (), {})
     assert seen == expected
