@@ -10,6 +10,9 @@ for DeepSpeed's pipeline engine and megatron-core's 1F1B. An activation takes ha
 Ethernet, or next to nothing (1 Gb/s); layers sleep as long as an accelerator would compute. Steps FIRST to
 the last are timed. "stays" (the issue's scene): --holmes-adapt off.
 
+"ENGINE n over NCCL", of .venv-gpu/bin/python alone: the same on emulated GPUs, by whose clock matrix products
+take as long.
+
 "ENGINE trace", "ENGINE prediction", "simulated n", "simulated hour n", "vote": see adapt_trace.py,
 adapt_prediction.py, adapt_simulated.py, adapt_hours.py, adapt_vote.py.
 
@@ -19,6 +22,7 @@ of a data-parallel loop with a GradientReducer.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -33,6 +37,7 @@ import adapt_prediction
 import adapt_simulated
 import adapt_trace
 import adapt_vote
+import torch
 from edges import ENGINES, TWO
 from emulated import forward_s
 from harness import Row, Runs, chosen, finish, kept, parser, tell, write
@@ -41,7 +46,12 @@ from two_clusters import ratio_row
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
+from holmes_ext.lab.gpu.job import GpuClock, Gpus
+from holmes_ext.lab.gpu.libraries import libraries
 from holmes_ext.lab.samples import examples
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from carriers import LESS_MEMORY  # noqa: E402
 
 #: (scene, repetitions, runs that a file has) -> its rows.
 Rows = Callable[[str, int, Runs], list[Row]]
@@ -111,15 +121,23 @@ def _variant(name: str, file: Path, *flags: str) -> Variant:
     return Variant(name, spec, interleave(spec), ("--holmes", "--holmes-cluster", str(file), *flags))
 
 
-def half_a_stage(engine: str, scene: Scene, name: str, repetitions: int) -> list[Row]:
+def gpus_of(scene: Scene) -> Gpus:
+    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=scene.flops))
+
+
+def half_a_stage(engine: str, scene: Scene, name: str, repetitions: int,
+                 over_nccl: bool = False) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         slow, free = (_file(Path(directory), rate) for rate in (scene.half_bps, 1e9))
         off = ("--holmes-adapt", "off")
         variants = [_variant("learns, slow", slow), _variant("free", free, *off),
                     *([_variant("stays, slow", slow, *off)] if scene == ISSUE else [])]
-        series = compare(
-            variants, _script(engine, scene), repetitions=repetitions, steps=STEPS, skip=FIRST,
-            accelerator=_accelerator(engine, scene), on_run=lambda variant, _: tell(f"{name}: {variant}"))
+        way: dict[str, Any] = {"accelerator": _accelerator(engine, scene)}
+        if over_nccl:
+            way = {"accelerator": None, "gpus": gpus_of(scene), "preload": ("torch",)}
+            variants = [replace(one, env=LESS_MEMORY) for one in variants]
+        series = compare(variants, _script(engine, scene), repetitions=repetitions, steps=STEPS, skip=FIRST,
+                         on_run=lambda variant, _: tell(f"{name}: {variant}"), **way)
     learns, ideal, *others = series.values()
     difference = max_loss_difference(learns, ideal)
     return [
@@ -202,6 +220,8 @@ def once(made: Callable[[str, int], list[Row]], number: int) -> Rows:
 MADE: dict[str, Rows] = {
     **{f"{engine} {number}": whole(partial(half_a_stage, engine, scene)) for engine in ENGINES
        for number, scene in enumerate(SCENES, start=1)},
+    **{f"{engine} {number} over NCCL": whole(partial(half_a_stage, engine, scene, over_nccl=True))
+       for engine in ENGINES for number, scene in enumerate(SCENES, start=1) if torch.version.cuda},
     **{f"{engine} issue": whole(partial(half_a_stage, engine, ISSUE)) for engine in ENGINES},
     **{f"{engine} trace": partial(trace, engine) for engine in ENGINES},
     **{f"{engine} prediction": partial(predicted, engine) for engine in ENGINES},

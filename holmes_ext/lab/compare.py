@@ -152,6 +152,7 @@ def _run(lab: Lab, variant: Variant, script: Sequence[str], steps: int, skip: in
         records = [json.loads(line) for line in log.read_text().splitlines()]
     seconds, losses = ([record[key] for record in records] for key in ("seconds", "loss"))
     series.add(seconds, losses, skip, result, before, after)
+    series.emulated |= options["gpus"] is not None
 
 
 def _why(variant: Variant, result: RunResult) -> str:
