@@ -22,7 +22,6 @@ of a data-parallel loop with a GradientReducer.
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import tempfile
@@ -39,15 +38,13 @@ import adapt_trace
 import adapt_vote
 import torch
 from edges import ENGINES, TWO
-from emulated import forward_s
+from emulated import emulated_gpus, forward_s
 from harness import Row, Runs, chosen, finish, kept, parser, tell, write
 from two_clusters import ratio_row
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
-from holmes_ext.lab.gpu.job import GpuClock, Gpus
-from holmes_ext.lab.gpu.libraries import libraries
 from holmes_ext.lab.samples import examples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -121,10 +118,6 @@ def _variant(name: str, file: Path, *flags: str) -> Variant:
     return Variant(name, spec, interleave(spec), ("--holmes", "--holmes-cluster", str(file), *flags))
 
 
-def gpus_of(scene: Scene) -> Gpus:
-    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=scene.flops))
-
-
 def half_a_stage(engine: str, scene: Scene, name: str, repetitions: int,
                  over_nccl: bool = False) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
@@ -134,7 +127,7 @@ def half_a_stage(engine: str, scene: Scene, name: str, repetitions: int,
                     *([_variant("stays, slow", slow, *off)] if scene == ISSUE else [])]
         way: dict[str, Any] = {"accelerator": _accelerator(engine, scene)}
         if over_nccl:
-            way = {"accelerator": None, "gpus": gpus_of(scene), "preload": ("torch",)}
+            way = {"accelerator": None, "gpus": emulated_gpus(scene.flops), "preload": ("torch",)}
             variants = [replace(one, env=LESS_MEMORY) for one in variants]
         series = compare(variants, _script(engine, scene), repetitions=repetitions, steps=STEPS, skip=FIRST,
                          on_run=lambda variant, _: tell(f"{name}: {variant}"), **way)

@@ -1,9 +1,19 @@
-"""What the emulated accelerator's layers take, for predictions of steps on it."""
+"""Emulated GPUs, and what the emulated accelerator's layers take, for predictions of steps on it."""
 
 from __future__ import annotations
 
+import os
+import sys
+
 from holmes_ext.lab.emulate.accelerator import Config, Pacer
+from holmes_ext.lab.gpu.job import GpuClock, Gpus
+from holmes_ext.lab.gpu.libraries import libraries
 from holmes_ext.plan.cost.stages import StageCosts
+
+
+def emulated_gpus(flops: float = 0.0) -> Gpus:
+    """For this Python's torch. flops: FLOP/s of their clock, 0: what the host takes."""
+    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=flops))
 
 
 def forward_s(hidden: int, tokens: int, flops: float, parameters: float = 0) -> float:

@@ -27,13 +27,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from emulated import emulated_gpus
 from harness import Row, chosen, finish, kept, parser, tell, write
 
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.lab import Lab
 from holmes_ext.lab.cores import core_times
 from holmes_ext.lab.gpu.build import VARIABLE as CACHE
-from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,7 +91,8 @@ def rank() -> list[Row]:
 
 def operator() -> list[Row]:
     with Lab(parse_spec(THREE)) as lab:
-        result = lab.run([sys.executable, str(SCRIPTS / "operator_cost.py")], order=("a0",), gpus=emulated())
+        result = lab.run([sys.executable, str(SCRIPTS / "operator_cost.py")], order=("a0",),
+                         gpus=emulated_gpus())
         assert result.returncode == 0, result.outputs
         found = json.loads(result.stdout[0])
     more, more_cpu = (gpu - cpu for gpu, cpu in zip(found["gpu"], found["cpu"]))
@@ -122,7 +123,7 @@ def all_reduces(lab: Lab, rounds: int, network: str,
     before = lab.counters()
     env = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET": network}
     command = [sys.executable, str(SCRIPTS / "nic_bytes.py"), str(rounds), str(MEGABYTES)]
-    result = lab.run(command, order=order, gpus=emulated(), env=env, timeout=300)
+    result = lab.run(command, order=order, gpus=emulated_gpus(), env=env, timeout=300)
     assert result.returncode == 0, result.outputs
     after = lab.counters()
     sent = {node: {nic: after[node][nic][1] - before[node][nic][1] for nic in nics}
@@ -137,16 +138,12 @@ def losses() -> list[Row]:
     with Lab(parse_spec(TOML)) as lab, tempfile.TemporaryDirectory() as directory:
         for command in commands.compared(Path(directory)):
             tell(f"losses, {command.name}")
-            gpu, cpu = (command.losses(lab, "a0,b0,a1,b1", gpus) for gpus in (emulated(), None))
+            gpu, cpu = (command.losses(lab, "a0,b0,a1,b1", gpus) for gpus in (emulated_gpus(), None))
             assert len(gpu) == len(cpu) > 1 and gpu[-1] < gpu[0], (command.name, gpu, cpu)
             difference = max(abs(a - b) for a, b in zip(gpu, cpu))
             tell(f"  {difference:.2g}")
             rows.append(Row.median("losses", command.name, [difference], "nats", False, "<= 1e-6"))
     return rows
-
-
-def emulated() -> Gpus:
-    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096)
 
 
 SCENES: dict[str, Callable[[], list[Row]]] = {

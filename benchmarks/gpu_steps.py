@@ -17,7 +17,6 @@ the step of stock on one fast cluster, which is no scene of the prediction.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from emulated import even_costs, forward_s
+from emulated import emulated_gpus, even_costs, forward_s
 from harness import Row, chosen, finish, kept, parser, tell, write
 from prediction import CORES, TRAITS
 from two_clusters import ratio_row, step_rows
@@ -35,8 +34,6 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference, tuned
-from holmes_ext.lab.gpu.job import GpuClock, Gpus
-from holmes_ext.lab.gpu.libraries import libraries
 from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Model
@@ -84,10 +81,6 @@ def flops_of(name: str) -> float:
     return 2.3e9 / SLOWER[name]
 
 
-def emulated(name: str) -> Gpus:
-    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=flops_of(name)))
-
-
 def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
     order, holmes = interleave(spec), ("--holmes", "--holmes-cluster", str(file))
     return [replace(variant, env={**variant.env, **LESS_MEMORY}) for variant in (
@@ -98,7 +91,8 @@ def example(name: str, variants: Sequence[Variant], repetitions: int, steps: int
     folder, stages, preload = SCRIPTS[name]
     script = [str(examples() / folder / "train.py"), *MODEL, stages, str(STAGES)]
     return compare(variants, script, repetitions=repetitions, steps=steps, skip=SKIP, accelerator=None,
-                   gpus=emulated(name), preload=preload, on_run=lambda variant, _: tell(f"{name}: {variant}"))
+                   gpus=emulated_gpus(flops_of(name)), preload=preload,
+                   on_run=lambda variant, _: tell(f"{name}: {variant}"))
 
 
 def pretrain_gpt(variants: Sequence[Variant], folder: Path, source: Path, repetitions: int,
@@ -125,10 +119,11 @@ def pretrain_gpt(variants: Sequence[Variant], folder: Path, source: Path, repeti
                 result = lab.run([sys.executable, *command.words, *variant.flags], order=variant.order,
                                  env={**command.env, **commands.ON_GPU, **variant.env}, cwd=command.inside,
                                  preload=command.preload, timeout=300,
-                                 gpus=emulated("Megatron-DeepSpeed"))
+                                 gpus=emulated_gpus(flops_of("Megatron-DeepSpeed")))
                 log, after = read_log(result), lab.counters()
                 one.add([log.seconds[step] for step in log.losses], list(log.losses.values()), SKIP, result,
                         before, after)
+                one.emulated = True
     return series
 
 
@@ -166,8 +161,6 @@ def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
 
 
 def rows_of(name: str, spec: SiteSpec, series: dict[str, Series]) -> list[Row]:
-    for one in series.values():
-        one.emulated = True
     stock, ours, bound = series["stock"], series["holmes"], series["all-RDMA"]
     difference = max_loss_difference(stock, ours)
     rows = [ratio_row(name, "holmes : stock", stock, ours, ">= 1.67"),

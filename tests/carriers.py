@@ -73,9 +73,9 @@ class PhysicalGpu:
 def gpus() -> Gpus | PhysicalGpu:
     """Emulated ones for this Python's torch; skips the test where NCCL's source cannot be had."""
     if PHYSICAL:
-        built = sorted(cache_folder().glob(f"nccl-*/{LAB_PLUGIN}"), key=lambda path: path.stat().st_mtime)
-        named = os.environ.get("HOLMES_TEST_NET_PLUGIN") or (str(built[-1]) if built else "")
-        return PhysicalGpu(named) if named else pytest.skip("no network plugin: make gpu-libraries")
+        built = max(cache_folder().glob(f"nccl-*/{LAB_PLUGIN}"), key=os.path.getmtime, default="")
+        plugin = os.environ.get("HOLMES_TEST_NET_PLUGIN") or str(built)
+        return PhysicalGpu(plugin) if plugin else pytest.skip("no network plugin: make gpu-libraries")
     if not os.environ.get(nccl_source.VARIABLE):
         try:
             nccl_source.find_nccl(None, cache_folder())
