@@ -125,25 +125,25 @@ def half_a_stage(engine: str, scene: Scene, name: str, repetitions: int,
         off = ("--holmes-adapt", "off")
         variants = [_variant("learns, slow", slow), _variant("free", free, *off),
                     *([_variant("stays, slow", slow, *off)] if scene == ISSUE else [])]
-        way: dict[str, Any] = {"accelerator": _accelerator(engine, scene)}
+        hardware: dict[str, Any] = {"accelerator": _accelerator(engine, scene)}
         if over_nccl:
-            way = {"accelerator": None, "gpus": emulated_gpus(scene.flops), "preload": ("torch",)}
-            variants = [replace(one, env=LESS_MEMORY) for one in variants]
+            hardware = {"accelerator": None, "gpus": emulated_gpus(scene.flops), "preload": ("torch",)}
+            variants = [replace(variant, env=LESS_MEMORY) for variant in variants]
         series = compare(variants, _script(engine, scene), repetitions=repetitions, steps=STEPS, skip=FIRST,
-                         on_run=lambda variant, _: tell(f"{name}: {variant}"), **way)
+                         on_run=lambda variant, _: tell(f"{name}: {variant}"), **hardware)
     learns, ideal, *others = series.values()
     difference = max_loss_difference(learns, ideal)
     return [
         ratio_row(name, "slow edge, learns : free edge", learns, ideal, "<= 1.15"),
-        *(ratio_row(name, "slow edge, stays : free edge", one, ideal, "") for one in others),
+        *(ratio_row(name, "slow edge, stays : free edge", stays, ideal, "") for stays in others),
         Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
         *steps_of(name, series),
     ]  # fmt: skip
 
 
-def steps_of(name: str, series: dict[str, Series]) -> list[Row]:
-    return [Row.of(name, f"step {one.name}", one.median, "s", one.spread, one.emulated, busy=one.busy)
-            for one in series.values()]
+def steps_of(name: str, by_variant: dict[str, Series]) -> list[Row]:
+    return [Row.of(name, f"step {series.name}", series.median, "s", series.spread, series.emulated,
+                   busy=series.busy) for series in by_variant.values()]
 
 
 def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
@@ -157,13 +157,13 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
                         for how, flag in (("off", "off"), ("on", "on"), ("again", "off"))]
             series = compare(variants, _script(engine, scene), repetitions=1, steps=60, skip=FIRST,
                              accelerator=_accelerator(engine, scene))
-        return [(one.median, one.busy) for one in series.values()]
+        return [(measured.median, measured.busy) for measured in series.values()]
 
-    found = [runs.of(f"{name}: {number}", three) for number in range(1, repetitions + 1)]
-    if None in found:
+    triples = [runs.of(f"{name}: {number}", three) for number in range(1, repetitions + 1)]
+    if None in triples:
         return []
-    busy = max(share for one in found for _, share in one)
-    offs, ons, agains = ([one[place][0] for one in found] for place in range(3))
+    busy = max(share for triple in triples for _, share in triple)
+    offs, ons, agains = ([triple[index][0] for triple in triples] for index in range(3))
     costs = [2 * on / (off + again) - 1 for off, on, again in zip(offs, ons, agains)]
     noise = [again / off - 1 for off, again in zip(offs, agains)]
     return [
@@ -187,27 +187,27 @@ def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]
     scene = Scene(6, 64, 8, 0.1)
 
     def run(variant: Variant, micro_batches: int) -> float:
-        own = replace(scene, micro_batches=micro_batches)
-        (series,) = compare([variant], _script(engine, own), repetitions=1, steps=STEPS, skip=FIRST,
+        varied = replace(scene, micro_batches=micro_batches)
+        (series,) = compare([variant], _script(engine, varied), repetitions=1, steps=STEPS, skip=FIRST,
                             accelerator=_accelerator(engine, scene)).values()
         return series.median
 
     return adapt_prediction.rows(name, engine, scene.half_bps, _file, _variant, run, runs)
 
 
-def whole(made: Callable[[str, int], list[Row]]) -> Rows:
-    """made(name, repetitions), whose rows are kept together."""
+def whole(measure: Callable[[str, int], list[Row]]) -> Rows:
+    """The rows of measure(name, repetitions), kept together."""
 
     def rows(name: str, repetitions: int, runs: Runs) -> list[Row]:
-        found = runs.of(name, lambda: [row.to_dict() for row in made(name, repetitions)])
-        return list(map(Row.from_dict, found or []))
+        row_dicts = runs.of(name, lambda: [row.to_dict() for row in measure(name, repetitions)])
+        return list(map(Row.from_dict, row_dicts or []))
 
     return rows
 
 
-def once(made: Callable[[str, int], list[Row]], number: int) -> Rows:
-    """made(name, number), which nobody need repeat."""
-    return whole(lambda name, _: made(name, number))
+def once(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
+    """The rows of measure(name, number), which needs no repetition."""
+    return whole(lambda name, _: measure(name, number))
 
 
 MADE: dict[str, Rows] = {
@@ -231,12 +231,12 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)
-    given = arguments.parse_args()
-    names, runs, rows = chosen(given.scenes, MADE), Runs(given.runs, given.minutes), []
+    args = arguments.parse_args()
+    names, runs, rows = chosen(args.scenes, MADE), Runs(args.runs, args.minutes), []
     for name in names:
-        rows += MADE[name](name, given.repetitions, runs)
-        write([*kept(given.json, names), *rows], given.json)
-    return finish([*kept(given.json, names), *rows], given.json, "A plan that learns while the job runs")
+        rows += MADE[name](name, args.repetitions, runs)
+        write([*kept(args.json, names), *rows], args.json)
+    return finish([*kept(args.json, names), *rows], args.json, "A plan that learns while the job runs")
 
 
 if __name__ == "__main__":

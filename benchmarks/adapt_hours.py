@@ -104,14 +104,14 @@ class SummingJob(SimulatedJob):
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
         reduction: Reduction = self.each(lambda traffic: traffic.reductions[0])
-        step = self.hour.simulated(self.part, reduction)
-        gone, two, ranks = self.gone, in_two_levels(reduction, self.hour.bytes), tuple(range(len(self.ranks)))
-        whole = {"ranks": ranks, "description": "two-level" if two else ""}
+        step, gone = self.hour.simulated(self.part, reduction), self.gone
+        two_level, ranks = in_two_levels(reduction, self.hour.bytes), tuple(range(len(self.ranks)))
+        group_fields = {"ranks": ranks, "description": "two-level" if two_level else ""}
 
-        def told(one: Any) -> tuple[Any, ...]:
-            done = DoneReduction(reduction, self.hour.bytes, two, reduction.overlap, follows=True)
-            one.current.reductions[ranks] = done
-            ops = [Op(Group(transport=Transport(name), **whole),
+        def told(rank: Any) -> tuple[Any, ...]:
+            done = DoneReduction(reduction, self.hour.bytes, two_level, reduction.overlap, follows=True)
+            rank.current.reductions[ranks] = done
+            ops = [Op(Group(transport=Transport(name), **group_fields),
                       seconds + gone * (name == ETHERNET)) for name, seconds in step.busy.items()]
             seconds, exposed = max(op.end for op in ops), step.exposed_s + gone
             return ops, (), {"bytes": self.hour.bytes, "seconds": seconds, "exposed": exposed}
@@ -175,12 +175,12 @@ class SumsHour:
 
     def prepare(self, parts: list[Part]) -> None:
         """The plans that somebody could have fixed: what holmes decides at the rate of some part."""
-        found: dict[Hashable, Reduction] = {}
+        distinct: dict[Hashable, Reduction] = {}
         for part in parts:
             plan = build_plan(self.site(part.rate), Sizes(), model=self.model, options=Options())
             (reduction,) = plan.traffic_of("sockets").reductions
-            found[reduction] = reduction
-        self.fixed = list(found)
+            distinct[reduction] = reduction
+        self.fixed = list(distinct)
 
     def start(self, part: Part) -> SimulatedJob:
         return SummingJob(self, part)
@@ -192,18 +192,18 @@ class SumsHour:
         return self.simulated(part, fixed).seconds
 
     def _simulated(self, part: Part, reduction: Reduction) -> SumStep:
-        where, two = self.site(part.rate), in_two_levels(reduction, self.bytes)
+        hour_site, two_level = self.site(part.rate), in_two_levels(reduction, self.bytes)
         layer_s = part.slower * self.compute_s / 3 / self.model.layers
         row, none = (0.0, *(layer_s,) * self.model.layers, 0.0), ((0.0,) * (self.model.layers + 2),)
-        costs = StageCosts((row,), (tuple(2 * one for one in row),), none, none, 1)
-        run = Execution(EngineTraits(), overlap="on" if reduction.overlap else "off", two_level=two,
+        costs = StageCosts((row,), (tuple(2 * forward_s for forward_s in row),), none, none, 1)
+        run = Execution(EngineTraits(), overlap="on" if reduction.overlap else "off", two_level=two_level,
                         direct=True,
-                        bucket_bytes=reduction.chunk_bytes if two else reduction.bucket_bytes)
-        order = [node.name for node in where.nodes]
-        step = simulate(where, order, Sizes(), self.model, run, costs=costs)
+                        bucket_bytes=reduction.chunk_bytes if two_level else reduction.bucket_bytes)
+        order = [node.name for node in hour_site.nodes]
+        step = simulate(hour_site, order, Sizes(), self.model, run, costs=costs)
         busy: dict[str, float] = {}
         for (_, name, _), carried in step.carried.items():
-            rate = where.fabric_by_name[name].rate_bps
+            rate = hour_site.fabric_by_name[name].rate_bps
             busy[name] = max(busy.get(name, 0.0), 8 * carried / rate)
         exposed = max(sum(span.end - span.start for span in line.spans if span.kind == "reduce")
                       for line in step.ranks)
@@ -222,26 +222,26 @@ def rows(name: str, number: int) -> list[Row]:
         hour.prepare(parts)
     learned, end, job = [0] * len(parts), 0.0, hour.start(parts[0])
     try:
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             end += part.seconds
             hour.change(job, part)
             job.gone = part.gone
             while job.clock < end:
                 job.step()
-                learned[place] += 1
-        changes = sum("plan" in one for one in job.documents)
+                learned[index] += 1
+        changes = sum("plan" in document for document in job.documents)
     finally:
         job.end()
     fixed = [[(part.seconds - part.gone) / hour.step_s(part, plan) for part in parts] for plan in hour.fixed]
-    best, one = sum(map(max, zip(*fixed))), max(map(sum, fixed))
+    best_per_part, best_fixed = sum(map(max, zip(*fixed))), max(map(sum, fixed))
     about = "in flight" if pipeline else "sums"
     return [
         Row.median(name, f"steps, learns : the best fixed plan of each part ({about}, simulated)",
-                   [sum(learned) / best], "x", True, ">= 0.95"),
+                   [sum(learned) / best_per_part], "x", True, ">= 0.95"),
         Row.median(name, f"steps, learns : the best one fixed plan ({about}, simulated)",
-                   [sum(learned) / one], "x", True, ">= 1"),
+                   [sum(learned) / best_fixed], "x", True, ">= 1"),
         Row.median(name, f"steps, the best plan of each part : the best one ({about}, simulated)",
-                   [best / one], "x", True),
+                   [best_per_part / best_fixed], "x", True),
         Row.median(name, f"changes ({about}, simulated)", [changes], "changes", True),
         Row.median(name, f"steps, learns ({about}, simulated)", [sum(learned)], "steps", True),
     ]  # fmt: skip

@@ -55,7 +55,7 @@ UNSEEN = (Other(1.0), Other(0.5), Other(8.0), Other(micro_batches=16), Other(mic
 
 
 def pipeline_of(profile: Profile, files: dict[float, Path], engine: str, other: Other) -> float:
-    """Seconds of the pipeline's passes there, by the profile of a run at SEEN."""
+    """Seconds of the pipeline's passes in `other`, by the profile of a run at SEEN."""
     options, rules = Options(), rules_of(TRAITS[engine], Options(), True)
     job = RankModel.of_workload(profile.workload(), profile.sizes)
     networks = [Network(site_from_spec(load_spec(files[rate]))) for rate in (SEEN.rate, other.rate)]
@@ -67,10 +67,10 @@ def pipeline_of(profile: Profile, files: dict[float, Path], engine: str, other: 
     )
     stages = [replace(stage, edge_s=max(0.0, stage.edge_s + now - then))
               for stage, then, now in zip(profile.stages, (*before, 0.0), (*after, 0.0))]
-    there = replace(profile, stages=tuple(stages), micro_batches=other.micro_batches)
+    other_profile = replace(profile, stages=tuple(stages), micro_batches=other.micro_batches)
     network = networks[1]
-    costs = costs_of(Prices(network, job, rules), network.placement(plan.nodes, profile.sizes), None, there,
-                     overlap=False)
+    costs = costs_of(Prices(network, job, rules), network.placement(plan.nodes, profile.sizes), None,
+                     other_profile, overlap=False)
     return partition_s(costs, other.layers)
 
 
@@ -78,37 +78,37 @@ def rows(name: str, engine: str, half_bps: float, write: Callable[[Path, float],
          variant: Callable[..., Variant], run: Callable[[Variant, int], float], runs: Runs) -> list[Row]:
     """write(folder, rate): a cluster file; variant(name, file, *flags); run(variant, micro-batches): the
     median step, once the plan has been learned. [] while a run is missing."""
-    errors, found = [], []
+    errors, step_rows = [], []
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        files = {rate: write(folder, rate * half_bps) for rate in {one.rate for one in (SEEN, *UNSEEN)}}
+        files = {rate: write(folder, rate * half_bps) for rate in {other.rate for other in (SEEN, *UNSEEN)}}
 
         def learn() -> tuple[float, dict[str, Any]]:
             telemetry = folder / "telemetry"
             seen = variant("seen", files[SEEN.rate], "--holmes-telemetry", str(telemetry))
             seconds = run(seen, SEEN.micro_batches)
-            return seconds, next(one.model for one in load(telemetry).ranks if one.model is not None)
+            return seconds, next(rank.model for rank in load(telemetry).ranks if rank.model is not None)
 
         def measure(other: Other) -> float:
             layers = ("--holmes-sizes", "pipeline=2", "--holmes-partition", ",".join(map(str, other.layers)))
             return run(variant("unseen", files[other.rate], *layers), other.micro_batches)
 
         learned = runs.of(f"{name}: {SEEN.name}, its model", learn)
-        every = [runs.of(f"{name}: {other.name}", partial(measure, other)) for other in UNSEEN]
-        if learned is None or None in every:
+        measured = [runs.of(f"{name}: {other.name}", partial(measure, other)) for other in UNSEEN]
+        if learned is None or None in measured:
             return []
         (folder / "model.json").write_text(json.dumps(learned[1]))
         profile = load_profile(folder / "model.json")
         base_s = pipeline_of(profile, files, engine, SEEN)
-        for other, measured_s in zip(UNSEEN, every):
+        for other, measured_s in zip(UNSEEN, measured):
             predicted_s = learned[0] - base_s + pipeline_of(profile, files, engine, other)
             errors.append(abs(predicted_s / measured_s - 1))
-            found += [Row.median(name, f"{other.name}: {what}", [seconds], "s", True)
-                      for what, seconds in (("predicted", predicted_s), ("measured", measured_s))]
+            step_rows += [Row.median(name, f"{other.name}: {what}", [seconds], "s", True)
+                          for what, seconds in (("predicted", predicted_s), ("measured", measured_s))]
     spread = min(errors), max(errors)
     return [
         Row.of(name, "predicted step of unseen scenes, median error", statistics.median(errors), "of a step",
                spread, True, "<= 0.02"),
         Row.of(name, "the same, worst", max(errors), "of a step", spread, True, "<= 0.05"),
-        *found,
+        *step_rows,
     ]  # fmt: skip

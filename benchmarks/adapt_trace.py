@@ -43,26 +43,26 @@ def rows(name: str, script: Sequence[str], accelerator: dict[str, Any], half_bps
     """Steps in each part of the trace, by plan; [] while a run is missing. write(folder, rate): a cluster
     file; variant(name, file, *flags)."""
     counts: dict[str, list[int]] = {}
-    for how in ("learns", *FIXED):
-        flags = () if how == "learns" else ("--holmes-inflight", how, "--holmes-adapt", "off")
+    for plan in ("learns", *FIXED):
+        flags = () if plan == "learns" else ("--holmes-inflight", plan, "--holmes-adapt", "off")
 
         def run(flags: tuple[str, ...] = flags) -> list[int]:
             with tempfile.TemporaryDirectory() as directory:
                 file = write(Path(directory), half_bps)
                 return _steps_of(variant("", file, *flags), script, accelerator, half_bps, Path(directory))
 
-        if (found := runs.of(f"{name} {how}", run)) is None:
+        if (steps := runs.of(f"{name} {plan}", run)) is None:
             return []
-        counts[how] = found
-    best = [max(counts[how][part] for how in FIXED) for part in range(len(TRACE))]
-    totals = {how: sum(parts) for how, parts in counts.items()}
-    fixed = max(totals[how] for how in FIXED)
+        counts[plan] = steps
+    best = [max(counts[plan][part] for plan in FIXED) for part in range(len(TRACE))]
+    totals = {plan: sum(parts) for plan, parts in counts.items()}
+    fixed = max(totals[plan] for plan in FIXED)
     return [
         Row.median(name, "steps, learns : the best fixed plan of each part", [totals["learns"] / sum(best)],
                    "x", True, ">= 0.95"),
         Row.median(name, "steps, learns : the best one fixed plan", [totals["learns"] / fixed], "x", True,
                    ">= 1"),
-        *(Row.median(name, f"steps, {how}", [total], "steps", True) for how, total in totals.items()),
+        *(Row.median(name, f"steps, {plan}", [total], "steps", True) for plan, total in totals.items()),
     ]  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """1,024 simulated ranks agree on a change: adapt.py's "vote".
 
 A thread of each rank, in PROCESSES processes on one node of the lab, over one TCPStore. Two stages of 512;
-rank 0 decides as in a job. Timed is from when the last rank has measured until the last one knows the
-verdict. (In the lab: every client of a TCPStore asks DNS for the name of its own address, which took this
-machine up to 5 s; a thousand of them, minutes.)
+rank 0 decides as in a job. The time runs from when the last rank has measured until the last one knows the
+verdict. (In the lab, because every client of a TCPStore asks DNS for the name of its own address: up to 5 s
+each on this machine itself, minutes for a thousand.)
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ STEP = 5
 
 def measured() -> list[dict[str, Any]]:
     """What a rank of each stage tells after a window."""
-    job, found = LearningJob(((3, 3), 0.02, 5), patient=True), []
-    job.ranks[0].deciding.propose = lambda step, told: found.extend(told) or {"at": 0, "next": step + 1}
-    job.until(lambda: found)
+    job, seen = LearningJob(((3, 3), 0.02, 5), patient=True), []
+    job.ranks[0].deciding.propose = lambda step, reports: seen.extend(reports) or {"at": 0, "next": step + 1}
+    job.until(lambda: seen)
     job.end()
-    return [next(one for one in found if one["stage"] == stage) for stage in range(2)]
+    return [next(figures for figures in seen if figures["stage"] == stage) for stage in range(2)]
 
 
 def report(stages: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     half = WORLD // 2
     first, second = rank % half, rank % half + half
-    told = stages[rank // half]
+    figures = stages[rank // half]
     messages = {f"f {first}>{second}": "f", f"b {second}>{first}": "b"}
-    of = {way[0]: steps for way, steps in told["messages"].items()}
-    return {**told, "rank": rank, "messages": {way: of[letter] for way, letter in messages.items()}}
+    steps_of = {key[0]: steps for key, steps in figures["messages"].items()}
+    return {**figures, "rank": rank, "messages": {key: steps_of[letter] for key, letter in messages.items()}}
 
 
 def _deciding() -> Deciding:
@@ -84,10 +84,10 @@ def main() -> None:
     import torch.distributed as dist
 
     process, where = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    own = dist.TCPStore(*where, is_master=process == 0, wait_for_workers=False)
-    deciding, stages, told = _deciding(), json.loads(sys.argv[1]), list[tuple[float, float, str]]()
+    process_store = dist.TCPStore(*where, is_master=process == 0, wait_for_workers=False)
+    deciding, stages, outcomes = _deciding(), json.loads(sys.argv[1]), list[tuple[float, float, str]]()
 
-    def one(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         store = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
         vote = Vote(store, "adapt", rank, WORLD, threading.Event(), PATIENCE_S)
         boundary, figures = Boundary(lambda number: ""), report(stages, rank)
@@ -98,18 +98,18 @@ def main() -> None:
         _, verdict = vote.round(
             0, figures, lambda reports: deciding.propose(STEP, reports),
             lambda number, proposal: boundary.agree(number, proposal["at"], change_of(proposal)))
-        told.append((start, time.monotonic(), verdict))
+        outcomes.append((start, time.monotonic(), verdict))
 
-    each = WORLD // PROCESSES
-    threads = [threading.Thread(target=one, args=(process * each + number,)) for number in range(each)]
+    count = WORLD // PROCESSES
+    threads = [threading.Thread(target=run_rank, args=(process * count + number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    starts, ends, verdicts = zip(*told)
+    starts, ends, verdicts = zip(*outcomes)
     print(json.dumps([max(starts), max(ends), sorted(set(verdicts))]), flush=True)
-    own.add("over", 1)
-    while process == 0 and own.add("over", 0) < PROCESSES:  # the store ends with it
+    process_store.add("over", 1)
+    while process == 0 and process_store.add("over", 0) < PROCESSES:  # the store ends with it
         time.sleep(0.05)
 
 
@@ -119,9 +119,9 @@ def rows(name: str, repetitions: int) -> list[Row]:
         for _ in range(repetitions):
             result = lab.run(command, processes=PROCESSES, preload=("torch",), timeout=120)
             assert result.returncode == 0, result.outputs
-            told = [json.loads(lines[-1][1]) for _, lines in sorted(result.lines.items())]
-            starts, ends, verdicts = zip(*told)
-            assert all(one == [TAKE] for one in verdicts), verdicts
+            outcomes = [json.loads(lines[-1][1]) for _, lines in sorted(result.lines.items())]
+            starts, ends, verdicts = zip(*outcomes)
+            assert all(distinct == [TAKE] for distinct in verdicts), verdicts
             seconds.append(max(ends) - max(starts))
     return [Row.median(name, f"{WORLD} simulated ranks agree", seconds, "s", False, "<= 1")]
 

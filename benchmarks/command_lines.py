@@ -51,17 +51,17 @@ def site(world: int) -> Site:
     """Two clusters of as many nodes of 8 GPUs (fewer: of one node each) as `world` ranks need."""
     fabrics = (Fabric(ETHERNET, "ethernet", 25 * 10**9, 3e-5), Fabric("ib", "ib", 200 * 10**9, 2e-6),
                Fabric("roce", "roce", 200 * 10**9, 4e-6))
-    count, here = max(1, world // 16), min(8, world // 2)
-    ports = {name: (Port(name), Port(ETHERNET)) for name in ("ib", "roce")}
-    nodes = (Node(f"{name}{i}", name, here, own) for name, own in ports.items() for i in range(count))
+    count, gpus = max(1, world // 16), min(8, world // 2)
+    ports_of = {name: (Port(name), Port(ETHERNET)) for name in ("ib", "roce")}
+    nodes = (Node(f"{name}{i}", name, gpus, ports) for name, ports in ports_of.items() for i in range(count))
     return Site(tuple(nodes), fabrics)
 
 
-def priced(said: CommandLine) -> float:
+def priced(description: CommandLine) -> float:
     """Seconds, in closed form, of a step of the layout with the least data size that fills two clusters of
     nodes."""
-    assert said.model is not None
-    sizes = said.sizes or Sizes()
+    assert description.model is not None
+    sizes = description.sizes or Sizes()
     inner = sizes.pipeline * sizes.tensor * sizes.context
     for count in range(1, 400):
         world = inner * count
@@ -69,9 +69,9 @@ def priced(said: CommandLine) -> float:
             continue
         try:
             complete = sizes.complete(world)
-            asked = SearchResult(Network(site(world)), said.model, 0, rules=Rules(overlap=True))
-            shape = shape_of(said.model, complete, said.zero, said.virtual)
-            return given(asked, complete, shape, said.stage_layers).formula_s
+            result = SearchResult(Network(site(world)), description.model, 0, rules=Rules(overlap=True))
+            shape = shape_of(description.model, complete, description.zero, description.virtual)
+            return given(result, complete, shape, description.stage_layers).formula_s
         except HolmesError as error:
             trouble = error
     tell(f"not priced: {trouble}")
@@ -82,21 +82,21 @@ def measure(scene: str) -> list[Row]:
     """Counts of one repository; what is unknown goes to stderr."""
     with tempfile.TemporaryDirectory() as configs:
         lines = command_lines(checkout(scene), Path(configs))
-        said = {(name, number): describe(argv) for number, (name, argv) in enumerate(lines)}
+        descriptions = {(name, number): describe(argv) for number, (name, argv) in enumerate(lines)}
         flags = Counter(flag for _, argv in lines for flag in words(argv))
-    unknown = sorted({name for one in said.values() for name in one.unknown})
-    models = [one for one in said.values() if one.model is not None]
-    for (name, _), one in said.items():
-        if one.model is None and Path(name).name != FROM_ITS_CALLER:
-            tell(f"{name}: {one.trouble or 'no model'}")
+    unknown = sorted({name for description in descriptions.values() for name in description.unknown})
+    with_model = [description for description in descriptions.values() if description.model is not None]
+    for (name, _), description in descriptions.items():
+        if description.model is None and Path(name).name != FROM_ITS_CALLER:
+            tell(f"{name}: {description.trouble or 'no model'}")
     if unknown:
         tell(f"{scene}: unknown: {', '.join(unknown)}")
-    steps = [step for one in models if (step := priced(one))]
+    steps = [step for description in with_model if (step := priced(description))]
     effect, named = [flag for flag in flags if flag in READ], [flag for flag in flags if flag in NOT_READ]
     wanted = len([name for name, _ in lines if Path(name).name != FROM_ITS_CALLER])
     counts = {
         "command lines found": (len(lines), ""),
-        "command lines whose model is read": (len(models), f">= {wanted}"),
+        "command lines whose model is read": (len(with_model), f">= {wanted}"),
         "layouts that are priced": (len(steps), f">= {wanted}"),
         "flags": (len(flags), ""),
         "flags with an effect": (len(effect), ""),

@@ -65,8 +65,8 @@ def curves(
     for seed in range(1, seeds + 1):
         for kind in kinds:
             tell(f"{what}: seed {seed}, {kind}")
-            one, bytes_of_step = train(kind, seed)
-            losses[kind].append(one)
+            curve, bytes_of_step = train(kind, seed)
+            losses[kind].append(curve)
             sent[kind].append(bytes_of_step)
         write(rows(what, losses, sent), path)
     return losses, sent
@@ -79,29 +79,31 @@ def means(losses: list[float]) -> list[float]:
 
 def differences(losses: dict[str, list[list[float]]], kind: str) -> list[list[float]]:
     """Of each seed, window by window, to "off" with the same seed."""
-    return [[a - b for a, b in zip(means(one), means(off))] for one, off in zip(losses[kind], losses["off"])]
+    pairs = zip(losses[kind], losses["off"])
+    return [[a - b for a, b in zip(means(curve), means(off))] for curve, off in pairs]
 
 
 def rows(scene: str, losses: dict[str, list[list[float]]], sent: dict[str, list[float]]) -> list[Row]:
     """losses: by kind ("off", the control if there is one, others) and seed; sent: bytes a step."""
-    made = []
+    table = []
 
     def row(metric: str, values: list[float], unit: str) -> None:
-        made.append(Row.of(scene, metric, statistics.fmean(values), unit, (min(values), max(values)), False))
+        table.append(Row.of(scene, metric, statistics.fmean(values), unit, (min(values), max(values)), False))
 
     for kind in losses:
-        row(f"loss, mean of the last {WINDOW} steps, {kind}", [means(one)[-1] for one in losses[kind]],
+        row(f"loss, mean of the last {WINDOW} steps, {kind}", [means(curve)[-1] for curve in losses[kind]],
             "nats")
     for kind in list(losses)[1:]:
         apart = differences(losses, kind)
-        row(f"difference to off, mean of the last {WINDOW} steps, {kind}", [one[-1] for one in apart], "nats")
-        row(f"largest difference of a {WINDOW}-step mean, {kind}", [max(map(abs, one)) for one in apart],
+        row(f"difference to off, mean of the last {WINDOW} steps, {kind}", [curve[-1] for curve in apart],
+            "nats")
+        row(f"largest difference of a {WINDOW}-step mean, {kind}", [max(map(abs, curve)) for curve in apart],
             "nats")
     for kind in losses:
         row(f"sent by a cluster's Ethernet NICs, {kind}", [value / 1e3 for value in sent[kind]], "kB/step")
     for kind in (kind for kind in losses if kind not in CONTROLS):
         row(f"bytes that cross, {kind} : off", [a / b for a, b in zip(sent[kind], sent["off"])], "x")
-    return made
+    return table
 
 
 def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
@@ -114,10 +116,10 @@ def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
     colours = {"off": "black", "flat": "tab:gray", "nudged": "tab:gray", "bf16": "tab:blue",
                "int8": "tab:orange"}
     for kind in losses:
-        for number, (one, difference) in enumerate(zip(losses[kind], differences(losses, kind))):
+        for number, (curve, difference) in enumerate(zip(losses[kind], differences(losses, kind))):
             label = kind if number == 0 else None
-            places = [WINDOW * k + WINDOW // 2 for k in range(len(means(one)))]
-            left.plot(places, means(one), color=colours[kind], linewidth=0.9, label=label)
+            places = [WINDOW * k + WINDOW // 2 for k in range(len(means(curve)))]
+            left.plot(places, means(curve), color=colours[kind], linewidth=0.9, label=label)
             if kind != "off":
                 right.plot(places, difference, color=colours[kind], linewidth=0.9,
                            label=label and f"{kind} - off")

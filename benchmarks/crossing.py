@@ -77,16 +77,16 @@ def slices(repetitions: int, steps: int) -> list[Row]:
         file.write_text(CLUSTERS.format(ethernet="6.2Mb/s", processes=2, last=1))
         spec = load_spec(file)
         base = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "tensor=2,pipeline=2")
-        ways = {"own schedule": ("--holmes-inflight", "off"), "in flight": ("--holmes-inflight", "1")}
+        schedules = {"own schedule": ("--holmes-inflight", "off"), "in flight": ("--holmes-inflight", "1")}
         variants = [
             Variant(f"{cut}, {name}", spec, interleave(spec), (*base, *flags), env)
-            for name, flags in ways.items()
+            for name, flags in schedules.items()
             for cut, env in (("slices", {}), ("whole", {OFF: SLICES}))
         ]
         accelerator = {"flops": FLOPS["slices"], **ENGINES["megatron"][2]}
         series = run("slices", variants, script, repetitions, steps, accelerator)
     rows = []
-    for name in ways:
+    for name in schedules:
         cut, whole = series[f"slices, {name}"], series[f"whole, {name}"]
         share = ethernet(cut) / ethernet(whole)
         target = ">= 1.2" if name == "own schedule" else ""
@@ -94,7 +94,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
             Row.median("slices", f"crossing bytes, {name}", [share], "of whole ones'", False, "<= 0.55"),
             ratio_row("slices", f"step, whole : slices, {name}", whole, cut, target),
         ]
-    difference = max(max_loss_difference(series["whole, own schedule"], one) for one in series.values())
+    difference = max(max_loss_difference(series["whole, own schedule"], other) for other in series.values())
     rows.append(Row.median("slices", "largest loss difference", [difference], "nats", False, "<= 1e-6"))
     h, tokens, sizes = 192, 32, Sizes(tensor=2, pipeline=2)
     model = Model(4, h, 4, tokens, 256, micro_batches=8, activation_width=4, tied=False)
@@ -103,7 +103,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
     predicted = {
         f"{cut}, {name}": predicted_step(
             "megatron", spec, model, sizes, forward, Options(inflight=flags[1], off=off), cut=not off)
-        for name, flags in ways.items()
+        for name, flags in schedules.items()
         for cut, off in (("slices", frozenset()), ("whole", frozenset({SLICES})))
     }
     return [*rows, *prediction_rows("slices", medians(series), predicted), *step_rows("slices", series)]
@@ -141,7 +141,7 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
     return [
         Row.median(scene, "crossing bytes of it", [sent], "of pairs'", False, "<= 0.3"),
         Row.of(scene, "exposed time of it", share, "of pairs'", (min(shares), max(shares)), True, "<= 0.3"),
-        *(Row.median(scene, f"exposed, {name}", found, "s", True) for name, found in exposed.items()),
+        *(Row.median(scene, f"exposed, {name}", seconds, "s", True) for name, seconds in exposed.items()),
         ratio_row(scene, "step, pairs : two levels", pairs, levels, ""),
         Row.median(scene, "largest loss difference", [max_loss_difference(pairs, levels)], "nats", False,
                    "<= 1e-6"),
@@ -163,14 +163,14 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     # start-up, whose bytes count too, is little beside them
     arguments.add_argument("--steps", type=int, default=24)
-    given = arguments.parse_args()
-    makers = {"slices": lambda: slices(given.repetitions, given.steps)}
+    args = arguments.parse_args()
+    makers = {"slices": lambda: slices(args.repetitions, args.steps)}
     for engine in ENGINES:
-        makers[f"tied {engine}"] = lambda engine=engine: tied(engine, given.repetitions, given.steps)
-    names = chosen(given.scenes, makers)
+        makers[f"tied {engine}"] = lambda engine=engine: tied(engine, args.repetitions, args.steps)
+    names = chosen(args.scenes, makers)
     rows = [row for name in names for row in makers[name]()]
     title = "What crosses between clusters, cut (emulated accelerator)"
-    return finish([*kept(given.json, names), *rows], given.json, title)
+    return finish([*kept(args.json, names), *rows], args.json, title)
 
 
 if __name__ == "__main__":

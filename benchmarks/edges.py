@@ -126,16 +126,16 @@ class Scene:
 
 def _scenes() -> dict[str, Scene]:
     half = {"free": TWO.format(rate="1Gb/s"), "slow": TWO.format(rate="7.4Mb/s")}
-    far = {name: TWO.format(rate="250Mb/s") + LINK.format(latency=way)
-           for name, way in (("free", "0.1ms"), ("slow", "20ms"))}
-    found = {}
+    far = {name: TWO.format(rate="250Mb/s") + LINK.format(latency=latency)
+           for name, latency in (("free", "0.1ms"), ("slow", "20ms"))}
+    scenes = {}
     for engine in ENGINES:
         layout = ("--layout", "Ett|tt|t|tL") if engine == "megatron" else ()
-        found[f"{engine} unequal"] = Scene(engine, 6, far, flops=FLOPS / 3, stages=4, layout=layout)
-        found |= {f"{engine} 8": Scene(engine, 8, half, "<= 1.15"),
-                  f"{engine} 16": Scene(engine, 16, half, "<= 1.08")}
-        found[f"{engine} one cluster"] = Scene(engine, 8, {"as it is": ONE}, steps=24)
-    return found | {"deepspeed latency": Scene("deepspeed", 16, far, "<= 1.15", FLOPS * 64 / 60)}
+        scenes[f"{engine} unequal"] = Scene(engine, 6, far, flops=FLOPS / 3, stages=4, layout=layout)
+        scenes |= {f"{engine} 8": Scene(engine, 8, half, "<= 1.15"),
+                   f"{engine} 16": Scene(engine, 16, half, "<= 1.08")}
+        scenes[f"{engine} one cluster"] = Scene(engine, 8, {"as it is": ONE}, steps=24)
+    return scenes | {"deepspeed latency": Scene("deepspeed", 16, far, "<= 1.15", FLOPS * 64 / 60)}
 
 
 SCENES = _scenes()
@@ -143,7 +143,7 @@ SCENES = _scenes()
 
 @dataclass(frozen=True)
 class Run:
-    """One way to run a scene. how: of INFLIGHT; file: its cluster.toml; telemetry: where that is written."""
+    """One way to run a scene. how: a key of INFLIGHT; file: its cluster.toml; telemetry: a folder."""
 
     variant: Variant
     how: str
@@ -153,23 +153,23 @@ class Run:
 
 def _prepared(scene: Scene, folder: Path) -> tuple[Path, list[Run]]:
     """The model's file, written into the folder, and the runs with theirs."""
-    model, found = folder / "model.toml", []
+    model, runs = folder / "model.toml", []
     model.write_text(MODEL_TOML.format(micro_batches=scene.micro_batches, flops=scene.flops))
     for edge, toml in scene.edges.items():
         file = folder / f"{edge}.toml"
         file.write_text(toml)
         spec = load_spec(file)
-        names = {"holmes": "holmes", "engine": "engine"} | ({} if len(scene.edges) > 1
-                                                            else {"again": "engine"})
+        names = {"holmes": "holmes", "engine": "engine"}
+        names |= {} if len(scene.edges) > 1 else {"again": "engine"}
         names |= {"own": "own"} if scene.stages > 2 else {}
-        for how, own in names.items():
-            name, telemetry = f"{how}, {edge}", folder / f"telemetry {how} {edge}"
+        for label, how in names.items():
+            name, telemetry = f"{label}, {edge}", folder / f"telemetry {label} {edge}"
             flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes",
                      f"pipeline={scene.stages}", "--holmes-model", str(model), "--holmes-telemetry",
                      str(telemetry))
-            flags += ("--holmes-inflight", INFLIGHT[own])
-            found.append(Run(Variant(name, spec, interleave(spec), flags), own, file, telemetry))
-    return model, found
+            flags += ("--holmes-inflight", INFLIGHT[how])
+            runs.append(Run(Variant(name, spec, interleave(spec), flags), how, file, telemetry))
+    return model, runs
 
 
 def measured_anew(repetitions: int, name: str) -> list[Row]:
@@ -191,8 +191,8 @@ def measured_anew(repetitions: int, name: str) -> list[Row]:
             *step_rows(name, series)]
 
 
-def medians(series: dict[str, Series]) -> dict[str, float]:
-    return {name: one.median for name, one in series.items()}
+def medians(by_variant: dict[str, Series]) -> dict[str, float]:
+    return {name: series.median for name, series in by_variant.items()}
 
 
 def _pipeline_s(telemetry: Path) -> float:
@@ -294,12 +294,12 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--predict", action="store_true", help="measure nothing: predict anew what FILE "
                                                                   "has")
-    given = arguments.parse_args()
-    names = chosen(given.scenes, SCENES)
-    made = partial(predicted_anew,
-                   file=given.json) if given.predict else partial(measured_anew, given.repetitions)
-    rows = [row for name in names for row in made(name)]
-    return finish([*kept(given.json, names), *rows], given.json,
+    args = arguments.parse_args()
+    names = chosen(args.scenes, SCENES)
+    measure = partial(predicted_anew,
+                      file=args.json) if args.predict else partial(measured_anew, args.repetitions)
+    rows = [row for name in names for row in measure(name)]
+    return finish([*kept(args.json, names), *rows], args.json,
                   "Edges between clusters (emulated accelerator)")
 
 

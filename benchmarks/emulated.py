@@ -26,5 +26,5 @@ def forward_s(hidden: int, tokens: int, flops: float, parameters: float = 0) -> 
 def even_costs(seconds: float, layers: int, stages: int, micro_batches: int) -> StageCosts:
     """Of blocks that all take `seconds` forward and twice that backward; embedding and output take
     nothing."""
-    row = lambda each: ((0.0, *[each] * layers, 0.0),) * stages  # noqa: E731
+    row = lambda layer_s: ((0.0, *[layer_s] * layers, 0.0),) * stages  # noqa: E731
     return StageCosts(row(seconds), row(2 * seconds), row(0.0), row(0.0), micro_batches)

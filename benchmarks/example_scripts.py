@@ -56,8 +56,8 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
             (tools / name).write_text(STAND_IN)
             (tools / name).chmod(0o755)
         for name in HARMLESS.split():
-            if found := shutil.which(name):
-                (tools / name).symlink_to(found)
+            if program := shutil.which(name):
+                (tools / name).symlink_to(program)
         (copy / "tmp").mkdir()  # which some expect
         for script in copy.glob("examples*/**/*.sh"):
             text = script.read_text(errors="replace")
@@ -65,14 +65,14 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
         for path in (Path(folder), *Path(folder).rglob("*")):
             if not path.is_symlink():
                 path.chmod(0o777)
-        found: list[tuple[str, list[str]]] = []
+        commands: list[tuple[str, list[str]]] = []
         for script in sorted(copy.glob("examples*/**/*.sh")):
             text, name = script.read_text(errors="replace"), str(script.relative_to(copy))
             if MENTIONS.search(text):
                 places = (script.parent, copy) if "TEMPLATE" in text else (copy, script.parent)
-                tries = (_said(script, place, tools, given) for given in ARGUMENTS for place in places)
-                found += [(name, _kept(argv, places, configs)) for argv in next(filter(None, tries), [])]
-        return found
+                tries = (_said(script, place, tools, words) for words in ARGUMENTS for place in places)
+                commands += [(name, _kept(argv, places, configs)) for argv in next(filter(None, tries), [])]
+        return commands
 
 
 def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]:
@@ -89,7 +89,7 @@ def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]
     return words
 
 
-def _said(script: Path, place: Path, tools: Path, given: tuple[str, ...]) -> list[list[str]]:
+def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) -> list[list[str]]:
     """Distinct command lines of training scripts that `script`, started in `place`, gives its launchers."""
     record = tools.parent / "said"
     record.write_bytes(b"")
@@ -97,7 +97,7 @@ def _said(script: Path, place: Path, tools: Path, given: tuple[str, ...]) -> lis
     environ = {"PATH": str(tools), "SAID": str(record), "HOME": str(tools.parent), "HOSTNAME": "node0"}
     nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
     try:
-        subprocess.run(["/bin/bash", str(script), *given], cwd=place, env=environ, timeout=LIMIT_S,
+        subprocess.run(["/bin/bash", str(script), *arguments], cwd=place, env=environ, timeout=LIMIT_S,
                        check=False,
                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                        **nobody)

@@ -24,7 +24,7 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.experts.places import Places, places_of
-from holmes_ext.plan.experts.program import EPLB, IDENTITY, Answer, solve
+from holmes_ext.plan.experts.program import EPLB, IDENTITY, Answer, Placed, solve
 from holmes_ext.plan.experts.traffic import RANK, Counts
 from holmes_ext.plan.sizes import Sizes
 
@@ -49,38 +49,38 @@ def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
         for rank in range(ranks)))
 
 
-def rows(scene: str, found: list[tuple[Answer, float]]) -> list[Row]:
-    def of(answer: Answer, name: str) -> float:
-        return next(way.crossing for way in answer.placements if way.name == name)
+def rows(scene: str, answers: list[tuple[Answer, float]]) -> list[Row]:
+    def placed(answer: Answer, name: str) -> Placed:
+        return next(placement for placement in answer.placements if placement.name == name)
 
     def parts(name: str) -> list[float]:
-        return [answer.best.crossing / of(answer, name) for answer, _ in found if of(answer, name)]
+        pairs = [(answer.best.crossing, placed(answer, name).crossing) for answer, _ in answers]
+        return [best / other for best, other in pairs if other]
 
-    costs = [answer.best.cost / next(way.cost for way in answer.placements if way.name == EPLB)
-             for answer, _ in found]
+    costs = [answer.best.cost / placed(answer, EPLB).cost for answer, _ in answers]
     return [
         Row.median(scene, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"),
         Row.median(scene, "tokens across clusters, placed : EPLB", parts(EPLB), "x", False),
         Row.median(scene, "tokens across clusters, placed : identity", parts(IDENTITY), "x", False),
-        Row.median(scene, "proven within", [answer.gap for answer, _ in found], "of the cost", False,
+        Row.median(scene, "proven within", [answer.gap for answer, _ in answers], "of the cost", False,
                    "<= 0.02"),
-        Row.median(scene, "fullest rank : mean", [answer.best.fullest for answer, _ in found], "x", False),
-        Row.median(scene, "seconds", [seconds for _, seconds in found], "s", False, "<= 10"),
+        Row.median(scene, "fullest rank : mean", [answer.best.fullest for answer, _ in answers], "x", False),
+        Row.median(scene, "seconds", [seconds for _, seconds in answers], "s", False, "<= 10"),
     ]
 
 
-def measure(scene: str, names: list[str], each: tuple[int, ...], cases: int) -> list[Row]:
-    found = []
+def measure(scene: str, names: list[str], per_rank: tuple[int, ...], cases: int) -> list[Row]:
+    answers = []
     for seed in range(cases):
         rng = random.Random(seed)
         name = rng.choice(names)
-        where = places(name, SITES[name])
-        given = counts(rng, where.ranks, where.ranks * rng.choice(each))
+        expert_places = places(name, SITES[name])
+        token_counts = counts(rng, expert_places.ranks, expert_places.ranks * rng.choice(per_rank))
         begin = time.monotonic()
-        found.append((solve(given, where), time.monotonic() - begin))
-        answer, seconds = found[-1]
-        tell(f"{scene} {seed}: {name}, {given.experts} experts: gap {answer.gap:.2%}, {seconds:.1f} s")
-    return rows(scene, found)
+        answers.append((solve(token_counts, expert_places), time.monotonic() - begin))
+        answer, seconds = answers[-1]
+        tell(f"{scene} {seed}: {name}, {token_counts.experts} experts: gap {answer.gap:.2%}, {seconds:.1f} s")
+    return rows(scene, answers)
 
 
 def main() -> int:
@@ -92,8 +92,8 @@ def main() -> int:
         "cases": lambda: measure("cases", list(SITES), (2, 4, 8), args.cases),
         "large": lambda: measure("large", ["four_us_regions_64"], (4,), args.large),
     }
-    found = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
-    return finish(found, args.json, "Experts placed by traffic")
+    figures = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
+    return finish(figures, args.json, "Experts placed by traffic")
 
 
 if __name__ == "__main__":

@@ -81,9 +81,9 @@ def searched(scene: Scene, folder: Path) -> dict:
     return json.loads(subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE).stdout)
 
 
-def command_of(scene: Scene, found: dict, folder: Path) -> tuple[list[str], tuple[str, ...]]:
+def command_of(scene: Scene, result: dict, folder: Path) -> tuple[list[str], tuple[str, ...]]:
     """The script with what the model is, and the flags that were printed for it."""
-    launch, best = found["launch"][scene.engine], found["candidates"][0]
+    launch, best = result["launch"][scene.engine], result["candidates"][0]
     assert not launch["lacks"], launch["lacks"]
     size = ["--layers", scene.layers, "--hidden", scene.hidden, "--heads", HEADS, "--sequence", SEQUENCE]
     if scene.engine == "deepspeed":
@@ -102,16 +102,16 @@ def command_of(scene: Scene, found: dict, folder: Path) -> tuple[list[str], tupl
 def rows_of(name: str, scene: Scene) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        found = searched(scene, folder)
-        command, flags = command_of(scene, found, folder)
-        best, spec = found["candidates"][0], load_spec(cluster_file(scene.file))
+        result = searched(scene, folder)
+        command, flags = command_of(scene, result, folder)
+        best, spec = result["candidates"][0], load_spec(cluster_file(scene.file))
         tell(f"{name}: pipeline {best['pipeline']}, {best['clusters']}, layers {best['stage_layers']}")
         classes = {"deepspeed": ("Block", "bsh"), "megatron-lm": ("TransformerLayer", "sbh")}[scene.engine]
         accelerator = {"flops": scene.flops, "classes": [classes[0]], "layout": classes[1]}
         variant = Variant(name, spec, interleave(spec), flags)
         series = compare([variant], command, repetitions=1, steps=STEPS, skip=SKIP, accelerator=accelerator,
                          timeout=150.0)[name]
-    steps, predicted = series.steps[0], found["candidates"][0]["step_seconds"]
+    steps, predicted = series.steps[0], result["candidates"][0]["step_seconds"]
     error = predicted / series.median - 1
     return [
         Row.median(name, "measured step", steps, "s", True),
@@ -124,11 +124,11 @@ def rows_of(name: str, scene: Scene) -> list[Row]:
 
 
 def main() -> int:
-    arguments = parser(__doc__.splitlines()[0]).parse_args()
+    args = parser(__doc__.splitlines()[0]).parse_args()
     rows = []
-    for name in (name for name in SCENES if any(one in name for one in arguments.scenes.split(";"))):
+    for name in (name for name in SCENES if any(part in name for part in args.scenes.split(";"))):
         rows += rows_of(name, SCENES[name])
-    return finish(rows, arguments.json, "what the search finds, started as printed")
+    return finish(rows, args.json, "what the search finds, started as printed")
 
 
 if __name__ == "__main__":

@@ -72,14 +72,14 @@ def build() -> list[Row]:
         begin = time.perf_counter()
         os.environ[CACHE] = directory
         libraries([sys.executable], os.environ)
-        found = time.perf_counter() - begin
+        finding_s = time.perf_counter() - begin
         del os.environ[CACHE]
     others = busy[0] - cpu[0] / seconds[0] / (os.cpu_count() or 1)  # the share of the cores that they used
     return [Row.median("build", "cold, NCCL's numbers tried", [seconds[0]], "s", False, "<= 420",
                        busy[0] if others > 0.1 else None),
             Row.median("build", "cold, CPU time (two cores have 840 s)", [cpu[0]], "s", False, "<= 840"),
             Row.median("build", "from the cache: the command", [seconds[1]], "s", False),
-            Row.median("build", "from the cache: finding it", [found], "s", False, "<= 1")]
+            Row.median("build", "from the cache: finding it", [finding_s], "s", False, "<= 1")]
 
 
 def rank() -> list[Row]:
@@ -94,9 +94,9 @@ def operator() -> list[Row]:
         result = lab.run([sys.executable, str(SCRIPTS / "operator_cost.py")], order=("a0",),
                          gpus=emulated_gpus())
         assert result.returncode == 0, result.outputs
-        found = json.loads(result.stdout[0])
-    more, more_cpu = (gpu - cpu for gpu, cpu in zip(found["gpu"], found["cpu"]))
-    return [Row.median("operator", "on the CPU", [found["cpu"][0]], "us", False),
+        costs = json.loads(result.stdout[0])
+    more, more_cpu = (gpu - cpu for gpu, cpu in zip(costs["gpu"], costs["cpu"]))
+    return [Row.median("operator", "on the CPU", [costs["cpu"][0]], "us", False),
             Row.median("operator", "more on an emulated GPU", [more], "us", False, "<= 10", result.busy),
             Row.median("operator", "more, CPU time of all threads", [more_cpu], "us", False, "<= 10")]
 
@@ -151,13 +151,13 @@ SCENES: dict[str, Callable[[], list[Row]]] = {
 
 
 def main() -> int:
-    given = parser(__doc__.splitlines()[0]).parse_args()
-    names = chosen(given.scenes, SCENES)
-    rows = kept(given.json, names)
+    args = parser(__doc__.splitlines()[0]).parse_args()
+    names = chosen(args.scenes, SCENES)
+    rows = kept(args.json, names)
     for name in names:
         rows += SCENES[name]()
-        write(rows, given.json)
-    return finish(rows, given.json, "The emulated GPU")
+        write(rows, args.json)
+    return finish(rows, args.json, "The emulated GPU")
 
 
 if __name__ == "__main__":

@@ -107,24 +107,24 @@ def pretrain_gpt(variants: Sequence[Variant], folder: Path, source: Path, repeti
             f"--train-iters {steps} --deepspeed_config {config} --make-vocab-size-divisible-by 8").split()
     command = commands.megatron_deepspeed(folder, source, 0, *more,
                                           vocabulary=byte_vocabulary(source, folder))
-    series = {variant.name: Series(variant.name) for variant in variants}
+    by_variant = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
         labs = {variant.spec.digest: variant.spec for variant in variants}
         labs = {digest: stack.enter_context(tuned(spec)) for digest, spec in labs.items()}
         for _ in range(repetitions):
             for variant in variants:
                 tell(f"Megatron-DeepSpeed: {variant.name}")
-                lab, one = labs[variant.spec.digest], series[variant.name]
+                lab, series = labs[variant.spec.digest], by_variant[variant.name]
                 before = lab.counters()
                 result = lab.run([sys.executable, *command.words, *variant.flags], order=variant.order,
                                  env={**command.env, **commands.ON_GPU, **variant.env}, cwd=command.inside,
                                  preload=command.preload, timeout=300,
                                  gpus=emulated_gpus(flops_of("Megatron-DeepSpeed")))
                 log, after = read_log(result), lab.counters()
-                one.add([log.seconds[step] for step in log.losses], list(log.losses.values()), SKIP, result,
-                        before, after)
-                one.emulated = True
-    return series
+                series.add([log.seconds[step] for step in log.losses], list(log.losses.values()), SKIP,
+                           result, before, after)
+                series.emulated = True
+    return by_variant
 
 
 def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
@@ -160,23 +160,23 @@ def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
     return low
 
 
-def rows_of(name: str, spec: SiteSpec, series: dict[str, Series]) -> list[Row]:
-    stock, ours, bound = series["stock"], series["holmes"], series["all-RDMA"]
+def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Row]:
+    stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     difference = max_loss_difference(stock, ours)
     rows = [ratio_row(name, "holmes : stock", stock, ours, ">= 1.67"),
             ratio_row(name, "holmes : all-RDMA", bound, ours, ">= 0.97"),
             Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-5")]
     block_s = fitted(name, spec, bound.median)
     rows.append(Row.median(name, "software of a block (fitted to all-RDMA)", [block_s], "s", True))
-    for one in (stock, ours):
-        seconds = predicted(name, spec, one.name, block_s)
-        error = seconds / one.median - 1
-        rows += [Row.median(name, f"predicted step {one.name}", [seconds], "s", True),
-                 Row.median(name, f"error of the prediction, {one.name}", [abs(error)], "of the measured",
-                            True, "<= 0.05", max(one.busy, bound.busy))]
-    rows += [Row.median(name, f"share of the cores used, {one.name}", [one.busy], "of them", False)
-             for one in series.values()]
-    return [*rows, *step_rows(name, series)]
+    for series in (stock, ours):
+        seconds = predicted(name, spec, series.name, block_s)
+        error = seconds / series.median - 1
+        rows += [Row.median(name, f"predicted step {series.name}", [seconds], "s", True),
+                 Row.median(name, f"error of the prediction, {series.name}", [abs(error)], "of the measured",
+                            True, "<= 0.05", max(series.busy, bound.busy))]
+    rows += [Row.median(name, f"share of the cores used, {series.name}", [series.busy], "of them", False)
+             for series in by_variant.values()]
+    return [*rows, *step_rows(name, by_variant)]
 
 
 def scene(name: str, repetitions: int, steps: int) -> list[Row]:
@@ -199,13 +199,13 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=1)
     arguments.add_argument("--steps", type=int, default=11, help=f"of a run, of which {SKIP} warm up")
-    given = arguments.parse_args()
-    names = chosen(given.scenes, ENGINES)
-    rows = kept(given.json, names)
+    args = arguments.parse_args()
+    names = chosen(args.scenes, ENGINES)
+    rows = kept(args.json, names)
     for name in names:
-        rows += scene(name, given.repetitions, given.steps)
-        write(rows, given.json)
-    return finish(rows, given.json, "Steps on emulated GPUs over NCCL, by their clock")
+        rows += scene(name, args.repetitions, args.steps)
+        write(rows, args.json)
+    return finish(rows, args.json, "Steps on emulated GPUs over NCCL, by their clock")
 
 
 if __name__ == "__main__":

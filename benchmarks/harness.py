@@ -96,15 +96,15 @@ def versions() -> dict[str, str]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    made.add_argument("--scenes", default="", metavar="NAME,...", help="only these scenes")
-    return made
+    arguments = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    arguments.add_argument("--scenes", default="", metavar="NAME,...", help="only these scenes")
+    return arguments
 
 
-def chosen(given: str, scenes: Iterable[str]) -> list[str]:
+def chosen(wanted: str, scenes: Iterable[str]) -> list[str]:
     """The scenes of --scenes, all where none is given; status 2 after one line for one that is not there."""
-    known, names = list(scenes), [name for name in given.split(",") if name]
+    known, names = list(scenes), [name for name in wanted.split(",") if name]
     for name in names:
         if name not in known:
             tell(f"{Path(sys.argv[0]).name}: no scene {name!r}; there are {', '.join(known)}")
@@ -134,10 +134,11 @@ class Runs:
         self._of: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
 
     @classmethod
-    def add_arguments(cls, made: argparse.ArgumentParser) -> None:
-        made.add_argument("--runs", type=Path, metavar="FILE",
-                          help="keep each run there when it has ended; those that it has are not made again")
-        made.add_argument("--minutes", type=float, default=0.0, help="begin no run after so many (0: all)")
+    def add_arguments(cls, arguments: argparse.ArgumentParser) -> None:
+        add = arguments.add_argument
+        add("--runs", type=Path, metavar="FILE",
+            help="keep each run there when it has ended; those that it has are not made again")
+        add("--minutes", type=float, default=0.0, help="begin no run after so many (0: all)")
 
     def of(self, key: str, make: Callable[[], Any]) -> Any:
         """What make() returned (JSON), now or when the file was written; None: no time is left."""

@@ -109,44 +109,44 @@ def run(
         for seed, (name, (nodes, flags)) in enumerate(jobs.items(), 1)
     ]
     total = 0.0
-    for ranks, one in running:
-        one.wait()
-        total += ranks * scene.tokens / statistics.fmean(line["seconds"] for line in one.steps()[skip:])
+    for ranks, job in running:
+        job.wait()
+        total += ranks * scene.tokens / statistics.fmean(line["seconds"] for line in job.steps()[skip:])
     return total
 
 
 def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
     scene = SCENES[name]
-    ways = ("apart", "joined", "synchronous") if scene.synchronous else ("apart", "joined")
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    modes = ("apart", "joined", "synchronous") if scene.synchronous else ("apart", "joined")
+    rates: dict[str, list[float]] = {mode: [] for mode in modes}
     alone = ["--holmes", "--holmes-preflight", "off"]
     together = [node for nodes in scene.nodes.values() for node in nodes]
     with Lab(load_spec(file)) as lab, tempfile.TemporaryDirectory() as directory:
         for repetition in range(repetitions):
-            for way in found:
+            for mode in rates:
 
-                def once(way: str = way) -> float:
-                    with coordinator(lab) as (where, _):
+                def once(mode: str = mode) -> float:
+                    with coordinator(lab) as (address, _):
                         jobs = {
                             "apart": {job: (nodes, alone) for job, nodes in scene.nodes.items()},
-                            "joined": {job: (nodes, join_flags(job, where, scene.outer))
+                            "joined": {job: (nodes, join_flags(job, address, scene.outer))
                                        for job, nodes in scene.nodes.items()},
                             "synchronous": {"all": (together, ["--holmes", "--holmes-cluster", str(file)])},
-                        }[way]
+                        }[mode]
                         skip, steps = (scene.skip, scene.steps)
-                        if way == "synchronous" and scene.synchronous:
+                        if mode == "synchronous" and scene.synchronous:
                             skip, steps = scene.synchronous
                         return run(lab, jobs, scene, Path(directory), skip, steps)
 
-                rate = runs.of(f"{name}, {way}, repetition {repetition + 1}", once)
-                found[way] += [rate] if rate else []
-    if not all(found.values()):
+                rate = runs.of(f"{name}, {mode}, repetition {repetition + 1}", once)
+                rates[mode] += [rate] if rate else []
+    if not all(rates.values()):
         return []
-    rows = [Row.median(scene.name, f"tokens/s, {way}", values, "token/s", True)
-            for way, values in found.items()]
+    rows = [Row.median(scene.name, f"tokens/s, {mode}", values, "token/s", True)
+            for mode, values in rates.items()]
     for other, target in (("apart", ">= 0.97"), ("synchronous", ">= 5")):
-        if other in found:
-            ratios = [a / b for a, b in zip(found["joined"], found[other])]
+        if other in rates:
+            ratios = [a / b for a, b in zip(rates["joined"], rates[other])]
             rows.append(Row.median(scene.name, f"joined / {other}", ratios, "", True, target))
     return rows
 
@@ -175,7 +175,7 @@ def main() -> int:
                 rows = [row for row in rows if row.scene != SCENES[name].name] + new
                 write(rows, args.json)
     beside = eight_as_two(rows)
-    rows = [row for row in rows if row.metric not in {one.metric for one in beside}] + beside
+    rows = [row for row in rows if row.metric not in {ratio.metric for ratio in beside}] + beside
     return finish(rows, args.json, f"joined jobs in the lab, {args.repetitions} repetitions")
 
 

@@ -71,7 +71,7 @@ WAYS = {
     "2bit, every 208": "compress=2bit,every=208",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }
-#: Way, another one that is taken away from it, whose seeds say how far apart they may be.
+#: (a way, the way whose loss is subtracted, the way whose spread over seeds is the limit, the comparison)
 COMPARED = (
     ("default", "synchronous", "synchronous", "<="),
     ("alone", "default", "synchronous", ">="),
@@ -144,8 +144,8 @@ class OuterLoop:
         self.round += 1
         sent = [copy.flat[self.ranges[fragment]].clone() for copy in self.copies]
         gradients = [
-            self.cross(self.anchors[fragment] - one, self.residuals[k][fragment])
-            for k, one in enumerate(sent)
+            self.cross(self.anchors[fragment] - weights, self.residuals[k][fragment])
+            for k, weights in enumerate(sent)
         ]
         self.captured[fragment] = torch.stack(gradients).mean(0), sent
         return fragment
@@ -201,30 +201,30 @@ def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torc
     """A value for each of MEASURED after `steps`."""
     copies = [Copy(scene, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
     joined = OuterLoop(parse_outer(WAYS[way]), copies) if way in WAYS else None
-    own = []
+    losses = []
     for step in range(steps):
         batches = [batch(training, seed, step * jobs + k) for k in range(jobs)]
         if way == "synchronous":
             batches = [torch.cat(batches)]
-        own.append(statistics.fmean(copy.step(rows) for copy, rows in zip(copies, batches)))
+        losses.append(statistics.fmean(copy.step(rows) for copy, rows in zip(copies, batches)))
         if joined:
             joined.after_step()
     of_one = evaluate(copies[0].model, held_out)
     copies[0].flat.copy_(torch.stack([copy.flat for copy in copies]).mean(0))
-    return evaluate(copies[0].model, held_out), of_one, statistics.fmean(own[-50:])
+    return evaluate(copies[0].model, held_out), of_one, statistics.fmean(losses[-50:])
 
 
 def differences(rows: list[Row]) -> list[Row]:
-    """How far ways are apart in each scene, beside how far the seeds of one of them are (nothing of one
-    seed)."""
-    made, found = [], {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows}
+    """How far apart the losses of two ways are in each scene, against the spread over the seeds of one of
+    them; no row where there is one seed."""
+    compared, row_of = [], {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows}
     for scene, (way, less, seeds, sign) in product(dict.fromkeys(row.scene for row in rows), COMPARED):
-        one, other, apart = (found.get((scene, name)) for name in (way, less, seeds))
-        if one and other and apart and (limit := apart.spread[1] - apart.spread[0]):
-            value = one.value - other.value
-            made.append(Row.of(scene, f"{way} - {less}", value, "nats", (value, value), False,
-                               f"{sign} {limit:.3f}"))
-    return made
+        row, base, seeds_row = (row_of.get((scene, name)) for name in (way, less, seeds))
+        if row and base and seeds_row and (limit := seeds_row.spread[1] - seeds_row.spread[0]):
+            value = row.value - base.value
+            compared.append(Row.of(scene, f"{way} - {less}", value, "nats", (value, value), False,
+                                   f"{sign} {limit:.3f}"))
+    return compared
 
 
 def main() -> int:
@@ -256,15 +256,15 @@ def main() -> int:
     before = [row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target]
     rows: dict[tuple[str, str], Row] = {(row.scene, row.metric): row for row in before}
     for scene, way in product(scenes, chosen):
-        found = []
+        losses = []
         for seed in range(args.first_seed, args.first_seed + args.seeds):
 
             def once(scene: str = scene, way: str = way, seed: int = seed) -> tuple[float, ...]:
                 return train(scene, way, seed, args.jobs, args.steps, training, held_out)
 
             if values := runs.of(f"{scene}{beside}, {way}, seed {seed}", once):
-                found.append(values)
-            for name, values in zip(MEASURED, zip(*found)):
+                losses.append(values)
+            for name, values in zip(MEASURED, zip(*losses)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
                 row = Row.of(scene + beside, metric, statistics.fmean(values), "nats", spread, False)
                 rows[row.scene, metric] = row

@@ -42,24 +42,24 @@ def site(links: Mapping[tuple[str, str], tuple[float, float]], nodes: int, ether
         lines += ["[[cluster]]", f'name = "{name}"', 'kind = "ethernet"',
                   f'nodes = ["{name}[0-{nodes - 1}]"]']
         lines += [f'uplink = "{uplinks[name]}"'] if uplinks and name in uplinks else []
-    for (one, two), (rate, latency) in links.items():
-        lines += ["[[between]]", f'clusters = ["{one}", "{two}"]', f'rate = "{rate}Mb/s"',
+    for (first, second), (rate, latency) in links.items():
+        lines += ["[[between]]", f'clusters = ["{first}", "{second}"]', f'rate = "{rate}Mb/s"',
                   f'latency = "{latency}ms"']
     return "\n".join([*lines, ""])
 
 
 def lab(repetitions: int) -> list[Row]:
-    spec, found = parse_spec(site(SITE, 4, uplinks={"a": "400Mb/s"})), []
+    spec, runs = parse_spec(site(SITE, 4, uplinks={"a": "400Mb/s"})), []
     for _ in range(repetitions):
-        found.append(measure(spec)[1])
+        runs.append(measure(spec)[1])
     kinds = {"message from 128 KiB on": "KiB", "one pair": "1 pair", "4 pairs at once": "4 pairs at once"}
     rows = []
     for name, ending in kinds.items():
-        chosen_rows = [[row for row in each if row.what.endswith(ending)] for each in found]
-        errors = [max(abs(row.achieved / row.configured - 1) for row in each) for each in chosen_rows]
+        chosen_rows = [[row for row in run if row.what.endswith(ending)] for run in runs]
+        errors = [max(abs(row.achieved / row.configured - 1) for row in run) for run in chosen_rows]
         rows.append(Row.median("lab", f"largest error, {name}", errors, "of the rate", True, "<= 0.1"))
-    trips = [[row for row in each if row.what == "round trip"] for each in found]
-    over = [max(map(_over, each)) for each in trips]
+    trips = [[row for row in run if row.what == "round trip"] for run in runs]
+    over = [max(map(_over, run)) for run in trips]
     rows.append(Row.median("lab", "largest error of a round trip", over, "of max(1 ms, 5 %)", True, "<= 1"))
     return rows
 
@@ -77,7 +77,7 @@ def delay_line(repetitions: int) -> list[Row]:
             sides = [[node for node in emulated.nodes if node.site == number] for number in (0, 1)]
             for _ in range(repetitions):
                 before, sent = _cpu(emulated.delay_line), _sent(emulated)
-                rates.append(sum(each["flood"] for each in flood(emulated, sides, nodes, [])))
+                rates.append(sum(sender["flood"] for sender in flood(emulated, sides, nodes, [])))
                 seconds = 8 * (_sent(emulated) - sent) / 500e6  # in which the link was busy
                 shares.append((_cpu(emulated.delay_line) - before) / seconds)
         rows.append(Row.median("delay line", f"CPU, {name}", shares, "cores", True, target))
@@ -100,10 +100,10 @@ def probe(repetitions: int) -> list[Row]:
     for _ in range(repetitions):
         spec, _ = _probe(site(FOUR, 2))
         pairs = {frozenset(pair.clusters): pair for pair in spec.pairs}
-        for (one, two), (rate, latency) in FOUR.items():
-            found = pairs[frozenset((one, two))]
-            rates.append(abs(found.rate_bps / min(rate * 1e6, 2 * 250e6) - 1))
-            trips.append(abs(found.latency_s / (latency * 1e-3) - 1))
+        for (first, second), (rate, latency) in FOUR.items():
+            link = pairs[frozenset((first, second))]
+            rates.append(abs(link.rate_bps / min(rate * 1e6, 2 * 250e6) - 1))
+            trips.append(abs(link.latency_s / (latency * 1e-3) - 1))
     worst = (("rate", rates), ("round trip", trips))
     return [Row.of("probe", f"largest error of a {name}, 4 clusters", max(errors), "of the configured",
                    (min(errors), max(errors)), True, "<= 0.1") for name, errors in worst]

@@ -53,8 +53,8 @@ def never_slower(repetitions: int) -> list[Row]:
 
 
 def _reduction(scene: str, file: str, repetitions: int, target: str) -> list[Row]:
-    own = Path(__file__).parent / f"{file}.toml"
-    spec, rows = load_spec(own if own.exists() else examples() / "clusters" / f"{file}.toml"), []
+    local = Path(__file__).parent / f"{file}.toml"
+    spec, rows = load_spec(local if local.exists() else examples() / "clusters" / f"{file}.toml"), []
     ways = {FLAT: {}, TODAY: {"clusters": True}, PLANNED: _planned(spec)}
     with tuned(spec) as lab:
         seconds = _sums(lab, spec, ways, repetitions)
@@ -69,12 +69,12 @@ def _reduction(scene: str, file: str, repetitions: int, target: str) -> list[Row
 def _planned(spec: SiteSpec) -> dict[str, Any]:
     """What the plan of a job whose one group has all nodes says of 10 MiB; {}: a flat ring."""
     plan = build_plan(site_from_spec(spec), Sizes(pipeline=1), Workload(gradient_bytes=BYTES))
-    way = plan.traffic_of(SOCKETS).reductions[0]
-    tell(f"the plan: {way}")
-    if not way.clusters:
+    planned = plan.traffic_of(SOCKETS).reductions[0]
+    tell(f"the plan: {planned}")
+    if not planned.clusters:
         return {}
-    return {"clusters": True, "chunk_bytes": way.chunk_bytes, "across": asdict(way.across) if way.across
-            else None}
+    across = asdict(planned.across) if planned.across else None
+    return {"clusters": True, "chunk_bytes": planned.chunk_bytes, "across": across}
 
 
 def _sums(lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]],

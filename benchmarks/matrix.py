@@ -112,18 +112,18 @@ def lay_out(row: Row, folder: Path) -> None:
     if row.torch:
         lines += [str(ROOT / "integration_tests"), "import torch_on_cpu"]
     else:
-        here = subprocess.run([sys.executable, "-c",
-                               "import sysconfig; print(sysconfig.get_path('purelib'))"],
-                              check=True, capture_output=True, text=True).stdout.strip()
-        lines.append(f"import site; site.addsitedir({here!r})")
+        purelib = subprocess.run([sys.executable, "-c",
+                                  "import sysconfig; print(sysconfig.get_path('purelib'))"],
+                                 check=True, capture_output=True, text=True).stdout.strip()
+        lines.append(f"import site; site.addsitedir({purelib!r})")
     (site / "000_matrix.pth").write_text("\n".join(lines) + "\n")
     shutil.copy(ROOT / "holmes_ext.pth", site)
 
 
 def run(row: Row, python: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    own = {"MEGATRON_LM_DIR": str(python.parents[1] / "megatron-lm")} if row.source else {}
-    environ = {**os.environ, **own, "PATH": f"{python.parent}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu",
-               **more}
+    source_env = {"MEGATRON_LM_DIR": str(python.parents[1] / "megatron-lm")} if row.source else {}
+    environ = {**os.environ, **source_env, "PATH": f"{python.parent}:{os.environ['PATH']}",
+               "DS_ACCELERATOR": "cpu", **more}
     return subprocess.run([str(python), *arguments], cwd=ROOT, capture_output=True, text=True, env=environ)
 
 
@@ -137,18 +137,19 @@ def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def check(row: Row, python: Path, found: dict[str, Any]) -> list[Figure]:
-    """Features that are on and off; found["off"]: why, and whether doctor names each with what would switch
-    it on."""
+def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
+    """How many features are on and off, and how many of those off doctor does not name with what would
+    switch them on; record["off"] gets the reasons."""
     fits = [fit for fit in holmes(row, python, "patches")["patches"]
             if re.split(r"[^\w-]", fit["versions"])[0] in row.features]
     assert fits, row.name
     off = {fit["feature"]: fit["reason"] for fit in fits if fit["state"] not in ("fits", "other version")}
-    told = " ".join(f"{one['what']} {one['mend']}" for one in holmes(row, python, "doctor")["findings"])
-    found["off"] = off
+    findings = holmes(row, python, "doctor")["findings"]
+    advice = " ".join(f"{finding['what']} {finding['mend']}" for finding in findings)
+    record["off"] = off
     for feature, reason in off.items():
         tell(f"{row.name}: {feature} is off: {reason}")
-    silent = [feature for feature in off if not re.search(rf"\b{feature}\b.* have them: pip install", told)]
+    silent = [feature for feature in off if not re.search(rf"\b{feature}\b.* have them: pip install", advice)]
     return [figure(row, "features on", len({fit["feature"] for fit in fits}) - len(off), "features"),
             figure(row, "features off", len(off), "features"),
             figure(row, "features off that doctor does not name", len(silent), "features", "<= 0")]
@@ -172,24 +173,24 @@ def tests(row: Row, python: Path, files: tuple[str, ...], on: str = "", **more: 
 
 def lab(row: Row, python: Path, repetitions: int, scenes: str) -> list[Figure]:
     """scenes: of the row's, those that are named; "": all."""
-    made = []
-    for scene in (one for one in row.lab if not scenes or one in scenes.split(",")):
+    figures = []
+    for scene in (name for name in row.lab if not scenes or name in scenes.split(",")):
         done = run(row, python, "benchmarks/matrix_lab.py", scene, "--repetitions", str(repetitions))
         if done.returncode:
             tell(f"{row.name}: {scene}: {done.stderr[-3000:]}")
-            made.append(figure(row, f"{scene}: ended with status", done.returncode, "status", "<= 0"))
+            figures.append(figure(row, f"{scene}: ended with status", done.returncode, "status", "<= 0"))
             continue
         seconds = json.loads(done.stdout.strip().splitlines()[-1])
         ratios = [stock / ours for stock, ours in zip(seconds["stock"], seconds["holmes"])]
         ratio = sum(seconds["stock"]) / sum(seconds["holmes"])
         spread, target = (min(ratios), max(ratios)), ">= 2" if scene == "FSDP2" else ">= 1.6"
-        made.append(Figure.of(row.name, f"{scene}, holmes : stock", ratio, "x", spread, True, target,
-                              seconds["busy"]))
+        figures.append(Figure.of(row.name, f"{scene}, holmes : stock", ratio, "x", spread, True, target,
+                                 seconds["busy"]))
         # Buckets of another size let a ring of four add in another order, and the log has seven digits.
         limit = "<= 1e-5" if scene == "Megatron-DeepSpeed" else "<= 1e-6"
-        made.append(figure(row, f"{scene}, largest loss difference", seconds["difference"], "nats", limit))
+        figures.append(figure(row, f"{scene}, largest loss difference", seconds["difference"], "nats", limit))
         tell(f"{row.name}: {scene}: {ratio:.2f} x, losses differ by {seconds['difference']:.2g}")
-    return made
+    return figures
 
 
 def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> Figure:
@@ -200,12 +201,12 @@ def next_versions(pip: list[str], slim: bool) -> int:
     """What no longer fits the newest of everything; 1 where something does not."""
     shutil.rmtree(folder_of(NEXT), ignore_errors=True)  # what was newest when it was made
     python = environment(NEXT, pip, slim)
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     listed = run(NEXT, python, "-m", "pip", "list", "--format", "freeze").stdout
-    tell("installed: " + ", ".join(line
-                                   for line in listed.split() if re.split("==", line)[0] in NEXT.features))
-    made = [*check(NEXT, python, found), *tests(NEXT, python, NEXT.tests)]
-    return 1 if found["off"] or any(one.met is False for one in made) else 0
+    installed = [line for line in listed.split() if re.split("==", line)[0] in NEXT.features]
+    tell(f"installed: {', '.join(installed)}")
+    figures = [*check(NEXT, python, record), *tests(NEXT, python, NEXT.tests)]
+    return 1 if record["off"] or any(fig.met is False for fig in figures) else 0
 
 
 def main() -> int:
@@ -233,31 +234,31 @@ def main() -> int:
     about: dict[str, Any] = before.get("made", {})
     figures, again = kept(args.json), bool(args.scenes or args.parts)
     for name in chosen(args.scenes, ROWS):
-        row, found = ROWS[name], about.setdefault(name, {"parts": {}, "off": {}})
-        open_parts = [part for part in parts if (again or part not in found["parts"])
+        row, record = ROWS[name], about.setdefault(name, {"parts": {}, "off": {}})
+        open_parts = [part for part in parts if (again or part not in record["parts"])
                       and (part == "check" or getattr(row, part))]
         if not open_parts or (lack := missing(row)):
             tell(f"{name}: {'made' if not open_parts else f'left out: {lack}'}")
             continue
-        there = (folder_of(row) / "made").exists()
+        existed = (folder_of(row) / "made").exists()
         python = environment(row, shlex.split(args.pip), args.slim)
         for part in open_parts:
             begin = time.monotonic()
-            made = makers[part](row, python, found)
+            added = makers[part](row, python, record)
             tell(f"{name}: {part} took {time.monotonic() - begin:.0f} s")
-            new = {(one.scene, one.metric) for one in made}
-            figures = [one for one in figures if (one.scene, one.metric) not in new] + made
-            there_now = {one.metric.partition(",")[0] for one in figures if one.scene == name}
-            if part != "lab" or {*row.lab} <= there_now:
-                found["parts"][part] = datetime.date.today().isoformat()
+            new = {(fig.scene, fig.metric) for fig in added}
+            figures = [fig for fig in figures if (fig.scene, fig.metric) not in new] + added
+            present = {fig.metric.partition(",")[0] for fig in figures if fig.scene == name}
+            if part != "lab" or {*row.lab} <= present:
+                record["parts"][part] = datetime.date.today().isoformat()
             if args.json:  # after each: a matrix takes long, and may be ended
-                figures.sort(key=lambda one: list(ROWS).index(one.scene))
+                figures.sort(key=lambda fig: list(ROWS).index(fig.scene))
                 document = {"machine": machine(), "versions": versions(), "made": about,
-                            "rows": [one.to_dict() for one in figures]}
+                            "rows": [fig.to_dict() for fig in figures]}
                 args.json.write_text(json.dumps(document, indent=1) + "\n")
                 if args.json.resolve() == RESULTS:
                     matrix_table.write_pages(figures, about)
-        if not (there or args.keep):
+        if not (existed or args.keep):
             shutil.rmtree(folder_of(row))
     return finish(figures, None, "Versions")
 

@@ -39,9 +39,9 @@ def variants(clusters: str, *flags: str) -> list[Variant]:
     return [Variant("stock", spec, interleave(spec)), Variant("holmes", spec, interleave(spec), ours)]
 
 
-def run(found: list[Variant], script: Sequence[str], classes: str, flops: float, repetitions: int,
+def run(compared: list[Variant], script: Sequence[str], classes: str, flops: float, repetitions: int,
         preload: Sequence[str], **accelerator: str) -> dict[str, Series]:
-    return compare(found, [*map(str, script)], repetitions=repetitions, steps=STEPS, skip=SKIP,
+    return compare(compared, [*map(str, script)], repetitions=repetitions, steps=STEPS, skip=SKIP,
                    preload=preload, accelerator={"flops": flops, "classes": [classes], **accelerator})
 
 
@@ -77,13 +77,13 @@ def pretrain(repetitions: int) -> dict[str, Series]:
     """Megatron-DeepSpeed's pretrain_gpt.py of a checkout."""
     import megatron_deepspeed
 
-    found = variants("two_clusters_8.toml")
-    with tempfile.TemporaryDirectory() as folder, Lab(found[0].spec, realtime=True) as emulated:
-        series = {variant.name: Series(variant.name) for variant in found}
+    pair = variants("two_clusters_8.toml")
+    with tempfile.TemporaryDirectory() as folder, Lab(pair[0].spec, realtime=True) as emulated:
+        series = {variant.name: Series(variant.name) for variant in pair}
         checkout = megatron_deepspeed.prepared(Path(os.environ["MEGATRON_DEEPSPEED_DIR"]), Path(folder))
-        command = megatron_deepspeed.command_of(checkout, 4, len(found[0].order), STEPS)
+        command = megatron_deepspeed.command_of(checkout, 4, len(pair[0].order), STEPS)
         for _ in range(repetitions):
-            for variant in found:
+            for variant in pair:
                 megatron_deepspeed.measure(emulated, variant, checkout, command, 2.3e9, STEPS,
                                            series[variant.name])
     return series

@@ -73,7 +73,8 @@ ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
 
 def _pair(name: str, torch: str, *packages: str, **more) -> Row:
     features = tuple(
-        one for one in ALL if one == "torch" or any(each.startswith(f"{one}==") for each in packages))
+        project for project in ALL
+        if project == "torch" or any(package.startswith(f"{project}==") for package in packages))
     defaults = {"features": features, "tests": PAIR_TESTS, "few": FEW_PAIR,
                 "lab": ("deepspeed", "megatron-core", "Trainer", "FSDP2")}
     return Row(name, "pair", packages, f"torch=={torch}", **{**defaults, **more})

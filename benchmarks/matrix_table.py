@@ -24,8 +24,8 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
     """Markdown, a line for each row that has been made, without the columns in which no row has anything; by
     their names alone in "few". The date is that of the oldest figure."""
     of_row: dict[str, dict[str, Figure]] = {}
-    for one in figures:
-        of_row.setdefault(one.scene, {})[one.metric] = one
+    for figure in figures:
+        of_row.setdefault(figure.scene, {})[figure.metric] = figure
     lines = [COLUMNS]
     for row in ROWS.values():
         if row.name in of_row and (row.name in FEW if kind == "few" else row.kind == kind):
@@ -42,17 +42,19 @@ def _name(row: Row) -> str:
     if row.kind != "pair":
         return row.name
     python = f"Python {row.python}, " if row.python and row.python not in row.name else ""
-    return f"{row.name}: {python}{', '.join(one.replace('==', ' ') for one in (row.torch, *row.packages))}"
+    packages = ", ".join(package.replace("==", " ") for package in (row.torch, *row.packages))
+    return f"{row.name}: {python}{packages}"
 
 
-def _cells(found: dict[str, Figure]) -> list[str]:
+def _cells(figures: dict[str, Figure]) -> list[str]:
     def number(metric: str) -> str:
-        return f"{found[metric].value:g}" if metric in found else "-"
+        return f"{figures[metric].value:g}" if metric in figures else "-"
 
     named = {scene: f"{scene}, holmes : stock" for scene in SCENES}
-    ratios = [f"{scene} {found[metric].value:.2f} x{' (cores busy)' if found[metric].bound else ''}"
-              for scene, metric in named.items() if metric in found]
-    differences = [one.value for metric, one in found.items() if metric.endswith("largest loss difference")]
+    ratios = [f"{scene} {figures[metric].value:.2f} x{' (cores busy)' if figures[metric].bound else ''}"
+              for scene, metric in named.items() if metric in figures]
+    differences = [figure.value for metric, figure in figures.items()
+                   if metric.endswith("largest loss difference")]
     return [number("features on"), number("features off"), number("tests passed"), number("tests failed"),
             ", ".join(ratios) or "-", f"{max(differences):.1g}" if differences else "-",
             number("tests passed on NCCL")]

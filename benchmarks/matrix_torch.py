@@ -38,10 +38,10 @@ def stand_ins(site: Path) -> None:
     """In torch/lib, a library for each that torch's are linked with and that is not there."""
     folder = site / "torch" / "lib"
     libraries, brought = list(folder.glob("*.so")), list(site.glob("nvidia/**/*.so*"))
-    there = {one.name for one in (*folder.iterdir(), *brought)}
+    present = {file.name for file in (*folder.iterdir(), *brought)}
     linked = re.findall(r"NEEDED.*\[(lib(?:cu|nv|nccl)[^]]*)\]", _told("readelf", "-d", *libraries))
     # libcuda is the driver: that it is not there says that there is no GPU
-    needed = {name for name in linked if name not in there and name != "libcuda.so.1"}
+    needed = {name for name in linked if name not in present and name != "libcuda.so.1"}
     real = set(re.findall(r" [A-Z] (\w+)", _told("nm", "-D", "--defined-only", *brought)))
     of_node: dict[str, set[str]] = defaultdict(set)  # version node, "" for none -> functions
     undefined = _told("nm", "-D", "--undefined-only", *libraries)
@@ -55,11 +55,11 @@ def stand_ins(site: Path) -> None:
     for library in needed:
         with tempfile.TemporaryDirectory() as build:
             source, script = Path(build) / "functions.c", Path(build) / "nodes"
-            own = dict.fromkeys(nodes.get(library, ()))
-            names = sorted(set().union(of_node[""], *(of_node[node] for node in own)))
+            versions = dict.fromkeys(nodes.get(library, ()))
+            names = sorted(set().union(of_node[""], *(of_node[node] for node in versions)))
             functions = "".join(f"void {name}(void) {{ abort(); }}\n" for name in names)
             source.write_text(f"void abort(void);\n{functions}")
-            lines = [f"{node} {{ global: {'; '.join(['none', *of_node[node]])}; }};\n" for node in own]
+            lines = [f"{node} {{ global: {'; '.join(['none', *of_node[node]])}; }};\n" for node in versions]
             script.write_text("".join(lines) or "{ global: *; };\n")
             subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-fno-builtin", "-o", folder / library, source,
                             f"-Wl,-soname,{library}", f"-Wl,--version-script={script}"], check=True)

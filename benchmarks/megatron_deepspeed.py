@@ -85,7 +85,7 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
         labs = {variant.spec.digest: variant.spec for variant in variants}
-        labs = {digest: stack.enter_context(Lab(one, realtime=True)) for digest, one in labs.items()}
+        labs = {digest: stack.enter_context(Lab(site, realtime=True)) for digest, site in labs.items()}
         for repetition in range(repetitions):
             turn = repetition % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):

@@ -56,8 +56,8 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
         env = {"DS_ACCELERATOR": "cpu"}
         result = lab.run([*command, *flags], env=env, preload=("torch", "deepspeed"), timeout=600)
         if result.returncode:
-            said = result.outputs[result.first_failed or 0]
-            raise SystemExit(f"narrow_edges.py: status {result.returncode}:\n{said}")
+            output = result.outputs[result.first_failed or 0]
+            raise SystemExit(f"narrow_edges.py: status {result.returncode}:\n{output}")
         after = lab.counters()
         sent = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in after)
         return [json.loads(line)["loss"] for line in log.read_text().splitlines()], sent / steps

@@ -192,18 +192,18 @@ def measure(scene: Scene, runs: list[Variant], steps: int, skip: int) -> dict[st
 
 
 def rows_of(scene: Scene, cell: Cell, series: dict[str, Series], profile: Profile) -> list[Row]:
-    of = {method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()}
+    by_method = {method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()}
     rows = []
     for method, (plan, split) in cell.plans.items():
-        rows += _measured_rows(cell.title, method, split, of[method], of["uniform"])
-        rows += error_rows(cell.title, method, of[method].median, {
+        rows += _measured_rows(cell.title, method, split, by_method[method], by_method["uniform"])
+        rows += error_rows(cell.title, method, by_method[method].median, {
             "": with_software(scene, cell.model, plan, split),
             ", numbers alone": plan.predicted["step_seconds"],
             " by profile": by_profile(scene, plan, split, profile),
         })
-    rows += _comparisons(cell.title, scene, of)
+    rows += _comparisons(cell.title, scene, by_method)
     if cell.again is not None:
-        noise = abs(series[cell.again.name].median / of["uniform"].median - 1)
+        noise = abs(series[cell.again.name].median / by_method["uniform"].median - 1)
         rows.append(Row.of(cell.title, "A/A difference (noise)", noise, "of a step", (noise, noise), True))
     return rows
 
@@ -220,9 +220,9 @@ def with_software(scene: Scene, model: Model, plan: Plan, split: tuple[int, ...]
     slower = [1 / scene.speed if node.startswith("b") else 1.0
               for node in (plan.nodes[0], plan.nodes[-1])]
     nothing = ((0.0,) * (model.layers + 2),) * 2
-    each = [tuple((0.0, *[passes * forward * times] * model.layers, 0.0) for times in slower)
-            for passes in (1, 2)]
-    costs = StageCosts(*each, nothing, nothing, model.micro_batches)
+    forward_backward = [tuple((0.0, *[passes * forward * times] * model.layers, 0.0) for times in slower)
+                        for passes in (1, 2)]
+    costs = StageCosts(*forward_backward, nothing, nothing, model.micro_batches)
     run = Execution(TRAITS["deepspeed"], stage_layers=split, in_flight=plan.traffic_of("sockets").in_flight,
                     overlap="on" if scene.overlap else "off", block_s=block_s, parameter_s=parameter_s,
                     step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES, notices=True)
@@ -260,7 +260,7 @@ def predicted_anew(file: Path) -> list[Row]:
                             "": with_software(scene, model, plan, split),
                             ", numbers alone": plan.predicted["step_seconds"],
                         })
-    return [one for row in rows for one in (row, *more.get(row, ()))]
+    return [shown for row in rows for shown in (row, *more.get(row, ()))]
 
 
 def by_profile(scene: Scene, plan: Plan, split: tuple[int, ...], profile: Profile) -> float:
@@ -271,14 +271,14 @@ def by_profile(scene: Scene, plan: Plan, split: tuple[int, ...], profile: Profil
     return predict(measured_costs(profile, clusters, scene.overlap), split).step_s
 
 
-def _measured_rows(title: str, method: str, split: tuple[int, ...], one: Series,
+def _measured_rows(title: str, method: str, split: tuple[int, ...], series: Series,
                    uniform: Series) -> list[Row]:
-    (run,) = one.steps
-    loss = max_loss_difference(uniform, one)
+    (run,) = series.steps
+    loss = max_loss_difference(uniform, series)
     return [
         Row.of(
-            title, f"step {method} {'+'.join(map(str, split))}", one.median, "s", (min(run), max(run)),
-            one.emulated
+            title, f"step {method} {'+'.join(map(str, split))}", series.median, "s", (min(run), max(run)),
+            series.emulated
         ),
         Row.of(title, f"loss difference {method}", loss, "nats", (loss, loss), False, "<= 1e-6"),
     ]

@@ -87,8 +87,8 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
                         on_line=lambda rank, line, stream: lines.append(line))
         try:
             await_(lambda: any("jobs meet at" in line for line in lines), 60, f"{library}'s meeting place")
-            told = next(line for line in lines if "jobs meet at" in line).split()[-1]
-            yield f"{address}:29510" if library == "torchft" else told
+            announced = next(line for line in lines if "jobs meet at" in line).split()[-1]
+            yield f"{address}:29510" if library == "torchft" else announced
         finally:
             job.kill()
             job.wait()
@@ -116,7 +116,7 @@ class Run:
                    "--settings", settings, "--seed", str(2 * self.seed + (name == "west")),
                    "--steps", str(steps), "--pace", str(self.args.pace), "--log", str(self.log(name)),
                    "--weights", str(self.place / f"{name}.pt")]
-        address = next(one.address for one in self.lab.nodes if one.name == NODES[name])
+        address = next(node.address for node in self.lab.nodes if node.name == NODES[name])
         env = {**TOKEN, "PEERS_ADDRESS": address, "GLOO_SOCKET_IFNAME": "eth0"}
         return self.lab.start(command, order=[NODES[name]], env=env, timeout=900)
 
@@ -137,8 +137,8 @@ def wait(jobs: dict[str, Job]) -> None:
     for name, job in jobs.items():
         result = job.wait()
         if result.returncode:
-            said = "".join(result.outputs.values()).strip().splitlines()[-3:]
-            raise SystemExit(f"peers: job {name} ended with status {result.returncode}: {' | '.join(said)}")
+            output = "".join(result.outputs.values()).strip().splitlines()[-3:]
+            raise SystemExit(f"peers: job {name} ended with status {result.returncode}: {' | '.join(output)}")
 
 
 def trained(run: Run) -> dict[str, float]:
@@ -153,7 +153,7 @@ def trained(run: Run) -> dict[str, float]:
         exposed.append(statistics.fmean(max(0.0, update - usual) for update in updates))
         rates.append(len(updates) * TOKENS / (lines[-1]["at"] - lines[0]["at"]))
     weights = [torch.load(run.place / f"{name}.pt") for name in NODES]
-    mean = {key: sum(one[key] for one in weights) / len(weights) for key in weights[0]}
+    mean = {key: sum(state[key] for state in weights) / len(weights) for key in weights[0]}
     loss = evaluate(weights[0] if run.way.library == "none" else mean)
     return {"bytes": sent / steps, "exposed": statistics.fmean(exposed), "rate": sum(rates), "loss": loss}
 
@@ -173,8 +173,8 @@ def killed(run: Run) -> dict[str, float]:
         await_(lambda: len(run.steps("west")) > had, 600, "the killed job")
         before = [line for line in run.steps("east") if line["at"] < at][SKIP - 1 :]
         usual = (before[-1]["at"] - before[0]["at"]) / (len(before) - 1)
-        made = sum(before[-1]["at"] < line["at"] <= at + after for line in run.steps("east"))
-        lost = at + after - before[-1]["at"] - made * usual
+        steps_made = sum(before[-1]["at"] < line["at"] <= at + after for line in run.steps("east"))
+        lost = at + after - before[-1]["at"] - steps_made * usual
         return {"lost": lost, "back": run.steps("west")[had]["at"] - at}
     finally:
         for job in jobs.values():
@@ -187,7 +187,7 @@ def measure(scene: str, args: Any, runs: Runs) -> list[Row]:
                "hivemind": args.hivemind}
     ways = {name: WAYS[name] for name in args.ways.split(";") if pythons[WAYS[name].library]
             and not (scene == "killed" and WAYS[name].library == "none")}  # fmt: skip
-    rows, found = [], {name: [] for name in ways}
+    rows, results = [], {name: [] for name in ways}
     with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab:
         for seed in map(int, args.seeds.split(",")):
             for name, way in ways.items():
@@ -200,15 +200,15 @@ def measure(scene: str, args: Any, runs: Runs) -> list[Row]:
                         return trained(run) if scene == "train" else killed(run)
 
                 values = runs.of(f"{scene}, {name}, seed {seed}, {args.steps} steps", once)
-                found[name] += [values] if values else []
+                results[name] += [values] if values else []
     metrics = {"bytes": ("sent in a step", "B"), "exposed": ("exposed in a step", "s"),
                "rate": ("tokens/s", "token/s"),
                "loss": ("evaluation loss", "nats"), "lost": ("lost by the other job", "s"),
                "back": ("until the killed one trains again", "s")}  # fmt: skip
-    for name, values in found.items():
+    for name, values in results.items():
         for key in values[0] if values else ():
             text, unit = metrics[key]
-            rows.append(Row.median(scene, f"{text}, {name}", [one[key] for one in values], unit, True))
+            rows.append(Row.median(scene, f"{text}, {name}", [result[key] for result in values], unit, True))
     return rows
 
 

@@ -78,20 +78,20 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
-    given = settings_of(args, sync_every=20, fragments=1, delay=0, lr=0.7, momentum=0.9)
-    modules = fragments_of(gpt, given["fragments"])
-    outer = [torch.optim.SGD(one.parameters(), lr=given["lr"], momentum=given["momentum"],
-                             nesterov=given["momentum"] > 0) for one in modules]  # fmt: skip
+    settings = settings_of(args, sync_every=20, fragments=1, delay=0, lr=0.7, momentum=0.9)
+    modules = fragments_of(gpt, settings["fragments"])
+    outer = [torch.optim.SGD(module.parameters(), lr=settings["lr"], momentum=settings["momentum"],
+                             nesterov=settings["momentum"] > 0) for module in modules]  # fmt: skip
 
     def state() -> dict:
         return {"model": gpt.state_dict(), "inner": inner.state_dict(),
-                "outer": [one.state_dict() for one in outer]}
+                "outer": [optimizer.state_dict() for optimizer in outer]}
 
     def load(saved: dict) -> None:
         gpt.load_state_dict(saved["model"])
         inner.load_state_dict(saved["inner"])
-        for one, values in zip(outer, saved["outer"]):
-            one.load_state_dict(values)
+        for optimizer, values in zip(outer, saved["outer"]):
+            optimizer.load_state_dict(values)
 
     host = os.environ["PEERS_ADDRESS"]
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -102,8 +102,8 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
         lighthouse_addr=f"http://{args.where}", replica_id=args.name, hostname=host,
     )  # fmt: skip
     with DiLoCo(manager, modules, inner, outer if len(outer) > 1 else outer[0],
-                sync_every=given["sync_every"],
-                fragment_sync_delay=given["delay"]):  # fmt: skip
+                sync_every=settings["sync_every"],
+                fragment_sync_delay=settings["delay"]):  # fmt: skip
         yield inner
     manager.shutdown(wait=False)
 
@@ -133,12 +133,12 @@ def hivemind_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opt
     dht.shutdown()
 
 
-def settings_of(args: argparse.Namespace, **given: Any) -> dict[str, Any]:
-    """`given`, but for what --settings has."""
+def settings_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
+    """`defaults`, overridden by what --settings has."""
     for part in filter(None, args.settings.split(",")):
         key, _, value = part.partition("=")
-        given[key] = type(given[key])(value)
-    return given
+        defaults[key] = type(defaults[key])(value)
+    return defaults
 
 
 def serve(args: argparse.Namespace) -> None:

@@ -67,19 +67,19 @@ class Matrix:
         places = [[node] for node in site.nodes] if inside else [
             [node for node in site.nodes if node.cluster == name] for name in site.clusters]
         link = {}
-        for i, one in enumerate(places):
-            for j, two in enumerate(places):
-                fabric = site.shared_fabric([one[0].name, two[0].name])
-                hops = site.wan.hops(one[0].cluster,
-                                     two[0].cluster) if fabric.name == ETHERNET and i != j else ()
+        for i, first in enumerate(places):
+            for j, second in enumerate(places):
+                fabric = site.shared_fabric([first[0].name, second[0].name])
+                hops = site.wan.hops(first[0].cluster,
+                                     second[0].cluster) if fabric.name == ETHERNET and i != j else ()
                 link[i, j] = fabric.latency_s, fabric.rate_bps / 1e9
                 if inside and i == j:
                     link[i, j] = 0.0, nvlink_bps / 1e9
                 elif hops:
                     link[i, j] = sum(hop.latency_s for hop in hops), min(hop.rate_bps for hop in hops) / 1e9
-        every = range(len(places))
-        delay, rate = (tuple(tuple(link[i, j][part] for j in every) for i in every) for part in (0, 1))
-        return cls(tuple(len(own) * site.processes for own in places), delay, rate)
+        indices = range(len(places))
+        delay, rate = (tuple(tuple(link[i, j][part] for j in indices) for i in indices) for part in (0, 1))
+        return cls(tuple(len(place) * site.processes for place in places), delay, rate)
 
     @cached_property
     def _memo(self) -> dict[object, float]:
@@ -88,42 +88,42 @@ class Matrix:
     @cached_property
     def pair(self) -> list[list[float]]:
         """Seconds of a pipeline's activations from a GPU to another, by their places."""
-        every = range(len(self.units))
-        return [[self.delay_s[i][j] + ACTIVATIONS * 8 / self.rate[i][j] for j in every] for i in every]
+        indices = range(len(self.units))
+        return [[self.delay_s[i][j] + ACTIVATIONS * 8 / self.rate[i][j] for j in indices] for i in indices]
 
     def data(self, stage: Sequence[int]) -> float:
         """Seconds of a data-parallel group; stage: the places of its GPUs, ascending."""
         if stage not in self._memo:
-            each = {(u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
-                    for u in set(stage) for v in set(stage)}
-            self._memo[stage] = max(sum(each[u, v] for v in stage) - each[u, u] for u in set(stage))
+            seconds = {(u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
+                       for u in set(stage) for v in set(stage)}
+            self._memo[stage] = max(sum(seconds[u, v] for v in stage) - seconds[u, u] for u in set(stage))
         return self._memo[stage]
 
-    def edge(self, one: Sequence[int], two: Sequence[int]) -> float:
+    def edge(self, left: Sequence[int], right: Sequence[int]) -> float:
         """Seconds of the worst link of the matching of two stages whose worst link is the best."""
-        if (one, two) not in self._memo:
-            values = sorted({self.pair[u][v] for u in one for v in two})
+        if (left, right) not in self._memo:
+            values = sorted({self.pair[u][v] for u in left for v in right})
             low, high = 0, len(values) - 1
             while low < high:
                 middle = (low + high) // 2
-                low, high = (low, middle) if self._match(one, two, values[middle]) else (middle + 1, high)
-            self._memo[one, two] = self._memo[two, one] = values[low]
-        return self._memo[one, two]
+                low, high = (low, middle) if self._match(left, right, values[middle]) else (middle + 1, high)
+            self._memo[left, right] = self._memo[right, left] = values[low]
+        return self._memo[left, right]
 
-    def _match(self, one: Sequence[int], two: Sequence[int], most: float) -> bool:
+    def _match(self, left: Sequence[int], right: Sequence[int], most: float) -> bool:
         """Whether all can be paired with links of at most so many seconds (augmenting paths)."""
-        held = [-1] * len(two)
+        held = [-1] * len(right)
 
         def augment(u: int, seen: set[int]) -> bool:
-            for v in range(len(two)):
-                if v not in seen and self.pair[one[u]][two[v]] <= most:
+            for v in range(len(right)):
+                if v not in seen and self.pair[left[u]][right[v]] <= most:
                     seen.add(v)
                     if held[v] < 0 or augment(held[v], seen):
                         held[v] = u
                         return True
             return False
 
-        return all(augment(u, set()) for u in range(len(one)))
+        return all(augment(u, set()) for u in range(len(left)))
 
     def cost(self, stages: Stages) -> float:
         return max(map(self.data, stages)) + 2 * sum(map(self.edge, stages, stages[1:]))
@@ -136,48 +136,48 @@ class Matrix:
         k for every c, and the path is the sum over all limits of what lies above them. No group of places
         without any link within c joins such an edge."""
         size = sum(self.units) // STAGES
-        every = range(len(self.units))
-        kinds = [one for one in combinations_with_replacement(every, size)
-                 if all(one.count(u) <= self.units[u] for u in set(one))]
+        indices = range(len(self.units))
+        kinds = [kind for kind in combinations_with_replacement(indices, size)
+                 if all(kind.count(u) <= self.units[u] for u in set(kind))]
         seconds = {kind: self.data(kind) for kind in kinds}
-        start = max(min(seconds[kind] for kind in kinds if u in kind) for u in every)
-        limits = sorted({self.pair[u][v] for u in every for v in every})
+        start = max(min(seconds[kind] for kind in kinds if u in kind) for u in indices)
+        limits = sorted({self.pair[u][v] for u in indices for v in indices})
         least_of = [self._edges_beyond(limit, kinds, seconds) for limit in limits[:-1]]
-        starts = sorted({start, *(most for own in least_of for most, _ in own if most > start)})
+        starts = sorted({start, *(most for bounds in least_of for most, _ in bounds if most > start)})
         best = inf
         for slowest in starts:
             path = limits[0] * (STAGES - 1)
-            for low, high, own in zip(limits, limits[1:], least_of):
-                path += (high - low) * min(k for most, k in own if most <= slowest)
+            for low, high, bounds in zip(limits, limits[1:], least_of):
+                path += (high - low) * min(k for most, k in bounds if most <= slowest)
             best = min(best, slowest + 2 * path)
         return best
 
     def _edges_beyond(self, limit: float, kinds: list[Sequence[int]],
                       seconds: dict) -> list[tuple[float, int]]:
         """(slowest group at least, edges that take more than `limit`) of every possible number of them."""
-        every = range(len(self.units))
-        component = list(every)
-        for u in every:
-            for v in every:
+        indices = range(len(self.units))
+        component = list(indices)
+        for u in indices:
+            for v in indices:
                 if u != v and self.pair[u][v] <= limit and component[u] != component[v]:
                     old, new = component[v], component[u]
-                    component = [new if one == old else one for one in component]
-        alone = [u for u in every if self.pair[u][u] > limit and component.count(component[u]) == 1]
+                    component = [new if root == old else root for root in component]
+        alone = [u for u in indices if self.pair[u][u] > limit and component.count(component[u]) == 1]
         # stages that hold such GPUs
         forced = -(-sum(self.units[u] for u in alone) * STAGES // sum(self.units))
         forced = min(forced, STAGES - 1)
-        total = {own: sum(self.units[u] for u in every if component[u] == own) for own in set(component)}
-        counted = [(seconds[kind], [(own, sum(component[u] == own for u in kind)) for own in total])
+        total = {root: sum(self.units[u] for u in indices if component[u] == root) for root in set(component)}
+        counted = [(seconds[kind], [(root, sum(component[u] == root for u in kind)) for root in total])
                    for kind in kinds]
-        found = []
+        bounds = []
         for beyond in range(STAGES):
             if beyond < forced:
                 continue
             run = -(-STAGES // (beyond + 1))
-            fits = [each for each, counts in counted if all(n <= total[own] // run for own, n in counts)]
+            fits = [cost for cost, counts in counted if all(n <= total[root] // run for root, n in counts)]
             if fits or forced:
-                found.append((min(fits) if fits and not forced else 0.0, beyond))
-        return found
+                bounds.append((min(fits) if fits and not forced else 0.0, beyond))
+        return bounds
 
 
 def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
@@ -187,24 +187,24 @@ def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
                      "zero": (0,)})
     model = load_model(examples() / "models" / "gpt3_xl.toml")
     asked = SearchResult(Network(site, links), model, STAGES * 61, limits, Rules(overlap=True))
-    found = with_spread(search(asked, prove=False))
-    return proven(found, time.monotonic() + 30.0), sum(os.times()[:4]) - begin
+    result = with_spread(search(asked, prove=False))
+    return proven(result, time.monotonic() + 30.0), sum(os.times()[:4]) - begin
 
 
-def gpus(result: SearchResult, one: Candidate) -> list[list[int]]:
+def gpus(result: SearchResult, candidate: Candidate) -> list[list[int]]:
     """Numbers of the GPUs of each stage, in the order of cluster.toml."""
-    site, sizes = result.network.site, one.placement.sizes
+    site, sizes = result.network.site, candidate.placement.sizes
     place = {node.name: at for at, node in enumerate(site.nodes)}
-    nodes, found = result.network.nodes(one.placement), [[] for _ in range(STAGES)]
+    nodes, stages = result.network.nodes(candidate.placement), [[] for _ in range(STAGES)]
     for number in range(site.world_size):
         node, local = divmod(number, site.processes)
-        found[sizes.stage(number)].append(place[nodes[node]] * site.processes + local)
-    return found
+        stages[sizes.stage(number)].append(place[nodes[node]] * site.processes + local)
+    return stages
 
 
 def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> float:
     """The step with these GPUs in the stages, those of neighbouring stages matched; nodes of one GPU."""
-    network, one = result.network, result.best
+    network, best = result.network, result.best
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
     columns = [list(groups[0])]
     for group in groups[1:]:
@@ -214,8 +214,8 @@ def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> 
             left.remove(column[-1])
         columns.append(column)
     nodes = [network.site.nodes[gpu].name for column in columns for gpu in column]
-    placement = network.placement(nodes, one.placement.sizes)
-    return timed(result, result.candidate(one.shape, placement, one.split)).simulated_s
+    placement = network.placement(nodes, best.placement.sizes)
+    return timed(result, result.candidate(best.shape, placement, best.split)).simulated_s
 
 
 def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
@@ -243,9 +243,9 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     begin = time.process_time()
     stages, cost = spread(matrix.units, STAGES, matrix.cost, TRIES)
     seconds = time.process_time() - begin
-    least, their = matrix.least(), [theirs(folder, case, seed, trials) for seed in seeds] if folder else []
+    least, dtfm = matrix.least(), [theirs(folder, case, seed, trials) for seed in seeds] if folder else []
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
-    free = {index: [gpu for gpu, own in enumerate(place) if own == index] for index in set(place)}
+    free = {index: [gpu for gpu, gpu_place in enumerate(place) if gpu_place == index] for index in set(place)}
     ours = [[free[index].pop() for index in stage] for stage in stages]
     rows = []
 
@@ -253,12 +253,12 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
         rows.append(Row.median(name, metric, values, unit, False, target))
 
     limit = ""
-    if their:
+    if dtfm:
         assert abs(check(folder, case, ours) / cost - 1) < 1e-9, "the same objective"
-        costs, times = [one["cost"] for one in their], [one["cpu_seconds"] for one in their]
+        costs, times = [run["cost"] for run in dtfm], [run["cpu_seconds"] for run in dtfm]
         row("DT-FM's objective: DT-FM", costs, "s")
         row("seconds: DT-FM", times, "s")
-        row("trials: DT-FM (its own number is 4900)", [one["trials"] for one in their], "")
+        row("trials: DT-FM (its own number is 4900)", [run["trials"] for run in dtfm], "")
         row("DT-FM's objective: ours", [cost], "s", f"<= {min(costs)}")
         limit = f"<= {min([min(times) / 10, 1.0])}"
     else:
@@ -273,8 +273,8 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     row("holmes plan: DT-FM's objective", [matrix.cost(by_place)], "s")
     if site.processes == 1:
         row("simulated step of ours by DT-FM's objective", [simulated(result, ours, matrix)], "s")
-        if their:
-            row("simulated step of DT-FM's", [simulated(result, one["groups"], matrix) for one in their], "s")
+        if dtfm:
+            row("simulated step of DT-FM's", [simulated(result, run["groups"], matrix) for run in dtfm], "s")
     return rows
 
 
@@ -283,11 +283,11 @@ def main() -> int:
     arguments.add_argument("--dtfm", type=Path, metavar="FOLDER", help="DT-FM's scheduler.py and config.py")
     arguments.add_argument("--trials", type=int, default=4900, help="of DT-FM's search")
     arguments.add_argument("--seeds", default="0", metavar="N,...", help="of DT-FM's search")
-    given, rows = arguments.parse_args(), []
-    for name in chosen(given.scenes, CASES):
-        rows += measure(name, given.dtfm, [int(seed) for seed in given.seeds.split(",")], given.trials)
+    args, rows = arguments.parse_args(), []
+    for name in chosen(args.scenes, CASES):
+        rows += measure(name, args.dtfm, [int(seed) for seed in args.seeds.split(",")], args.trials)
         tell(f"{name}: done")
-    return finish(rows, given.json, "stages of 64 GPUs on DT-FM's link matrices")
+    return finish(rows, args.json, "stages of 64 GPUs on DT-FM's link matrices")
 
 
 if __name__ == "__main__":

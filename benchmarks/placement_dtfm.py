@@ -30,22 +30,22 @@ def main() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         scheduler.peer_delay, scheduler.peer_bandwidth, scheduler.regions = simulate[0]()
     if sys.argv[3] == "check":
-        groups, said = json.loads(sys.stdin.read()), {}
+        groups, answer = json.loads(sys.stdin.read()), {}
     else:
         random.seed(int(sys.argv[3]))
         numpy.random.seed(int(sys.argv[3]))
         trials = int(sys.argv[4]) if len(sys.argv) > 4 else 4900
         begin, cpu = time.monotonic(), time.process_time()
-        found, costs, _ = scheduler.GCMA(list(range(scheduler.num_devices)), population_size=100,
-                                         trails=trials, mode="default")
-        said = {"seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu,
-                "trials": trials}
-        best, size = found[int(numpy.argmin(costs))], scheduler.partition_size
-        groups = [[int(one) for one in best[at : at + size]] for at in range(0, len(best), size)]
+        population, costs, _ = scheduler.GCMA(list(range(scheduler.num_devices)), population_size=100,
+                                              trails=trials, mode="default")
+        answer = {"seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu,
+                  "trials": trials}
+        best, size = population[int(numpy.argmin(costs))], scheduler.partition_size
+        groups = [[int(gpu) for gpu in best[at : at + size]] for at in range(0, len(best), size)]
     data = float(scheduler.compute_data_parallel_cost(groups))
     pipeline, path, _ = scheduler.compute_pipeline_parallel_cost(groups)
     cost = {"cost": data + 2 * float(pipeline), "data": data, "pipeline": 2 * float(pipeline)}
-    print(json.dumps({**said, **cost, "groups": [groups[one] for one in path]}))
+    print(json.dumps({**answer, **cost, "groups": [groups[stage] for stage in path]}))
 
 
 if __name__ == "__main__":

@@ -76,25 +76,26 @@ def plans_of(scene: Scene, planner: str, args) -> tuple[list[tuple[Grid, judge.V
     for plan in answer.plans:
         try:
             grids.append(gridded(plan, scene.site, scene.model.layers, scene.batch))
-            found = _fitting(grids[-1:], scene)
-            return found, answer.seconds, len(reasons), -1.0
+            fitting = _fitting(grids[-1:], scene)
+            return fitting, answer.seconds, len(reasons), -1.0
         except HolmesError as error:
             reasons.append(str(error))
     raise HolmesError(f"none of its first {len(answer.plans)} plans starts and fits: {reasons[0]}")
 
 
 def _fitting(grids: list[Grid], scene: Scene, every: bool = False) -> list[tuple[Grid, judge.Verdict]]:
-    """With what is judged of those that fit; HolmesError where none does, or not `every` of one."""
-    found = []
+    """The plans that fit, with their verdicts; HolmesError where none fits or, without `every`,
+    where one does not."""
+    fitting = []
     for grid in grids:
         verdict = judge.judged(scene, grid)
         if verdict.fits:
-            found.append((grid, verdict))
+            fitting.append((grid, verdict))
         elif not every:
             raise HolmesError(f"{grid} does not fit the memory")
-    if not found:
+    if not fitting:
         raise HolmesError(f"none of {len(grids)} plans fits the memory")
-    return found
+    return fitting
 
 
 def ask(table: Table, scene: Scene, planner: str, args) -> None:
@@ -106,21 +107,21 @@ def ask(table: Table, scene: Scene, planner: str, args) -> None:
                           "limit": args.limit}
         return table.save()
     try:
-        found, seconds, misfits, gap = plans_of(scene, planner, args)
+        plans, seconds, misfits, gap = plans_of(scene, planner, args)
     except HolmesError as error:
         table.forget(scene.name, planner)
         notes[planner] = {NONE: str(error), "limit": args.limit}
         tell(f"{scene.name}: {planner}: no plan: {error}")
         return table.save()
     before = notes.get(planner, {})
-    grid, verdict = sorted(found, key=lambda one: one[1].step_s)[len(found) // 2]
+    grid, verdict = sorted(plans, key=lambda plan: plan[1].step_s)[len(plans) // 2]
     note = {"plan": str(grid), "nodes": list(grid.nodes), "changed": list(grid.changed), "sizes": [
         grid.sizes.pipeline, grid.sizes.tensor, grid.sizes.data], "split": list(grid.split),
         "micro_batch": grid.micro_batch, "limit": args.limit}
     if {**before, **note} != before:  # the lab ran another
         table.forget(scene.name, planner)
     notes[planner] = {**notes.get(planner, {}), **note}
-    table.add(scene.name, planner, STEP, [own.step_s for _, own in found], "s")
+    table.add(scene.name, planner, STEP, [judged.step_s for _, judged in plans], "s")
     table.add(scene.name, planner, SEARCH, [seconds], "s")
     table.add(scene.name, planner, MISFITS, [misfits], "")
     if grid.predicted_s:
@@ -137,8 +138,8 @@ def judge_again(table: Table, scene: Scene) -> None:
         if NONE not in note:
             steps = [judge.judged(scene, judge.grid_of(note)).step_s]
             if planner == RANDOM:
-                found = _fitting(judge.random_plans(scene, DICE), scene, every=True)
-                steps = [own.step_s for _, own in found]
+                plans = _fitting(judge.random_plans(scene, DICE), scene, every=True)
+                steps = [verdict.step_s for _, verdict in plans]
             table.add(scene.name, planner, STEP, steps, "s")
     table.save()
 
@@ -157,21 +158,21 @@ def in_turns(table: Table, scenes: list[Scene]) -> Iterator[tuple[Scene, list[st
 
 def run_in_lab(table: Table, scene: Scene, named: list[str], end: float = inf) -> None:
     """The plans of these planners, none begun after `end`; those that found the same one share its run."""
-    own = {name: note for name, note in table.notes.get(scene.name, {}).items() if NONE not in note}
-    grids, done = {name: judge.grid_of(note) for name, note in own.items()}, {}
+    notes = {name: note for name, note in table.notes.get(scene.name, {}).items() if NONE not in note}
+    grids, done = {name: judge.grid_of(note) for name, note in notes.items()}, {}
     for name, grid in grids.items():
         row, losses = table.row(scene.name, name, MEASURED), table.value(scene.name, name, LOSSES)
         if row is not None and losses is not None:
             done[grid] = lab.Run([row.spread[0], row.value, row.spread[1]], losses, row.busy)
     for name in named:
-        if name not in own or "lab" in own[name] or table.row(scene.name, name, MEASURED) is not None:
+        if name not in notes or "lab" in notes[name] or table.row(scene.name, name, MEASURED) is not None:
             continue
         if grids[name] not in done and time.monotonic() > end:
             continue
         try:
             run = done.get(grids[name]) or lab.run(scene, grids[name])
         except HolmesError as error:
-            own[name]["lab"] = f"did not start: {error}"
+            notes[name]["lab"] = f"did not start: {error}"
             tell(f"{scene.name}: {name}: {error}")
             table.save()
             continue
@@ -212,9 +213,9 @@ def main() -> int:
     lab_scenes = [scenes[name] for name in names if args.lab and scenes[name].run == LAB]
     for scene, named in in_turns(table, lab_scenes):
         run_in_lab(table, scene, named, begin + 60 * args.minutes)
-    every = [name for name in scenes if name in table.notes]
-    regrets(table, every)
-    table.rows = [row for row in table.rows if row.scene != "all"] + over_scenes(table, every)
+    asked = [name for name in scenes if name in table.notes]
+    regrets(table, asked)
+    table.rows = [row for row in table.rows if row.scene != "all"] + over_scenes(table, asked)
     table.save()
     if args.picture:
         draw(table.rows, table.notes, REGRET, PLANNERS, args.picture)

@@ -145,7 +145,7 @@ SCENES = _scenes()
 
 
 def _calibration() -> tuple[Scene, ...]:
-    found = []
+    scenes = []
     for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
         base = Scene(
             "", engine, "one_cluster", "rdma", stages=stages, flops=2.3e9, overlap="off",
@@ -158,8 +158,8 @@ def _calibration() -> tuple[Scene, ...]:
             dict(micro_batches=8, flops=6.7e9), last,
         )
         for number, change in enumerate(changes):
-            found.append(replace(base, name=f"calibration {engine} {number}", **change))
-    return tuple(found)
+            scenes.append(replace(base, name=f"calibration {engine} {number}", **change))
+    return tuple(scenes)
 
 
 CALIBRATION = _calibration()
@@ -195,8 +195,8 @@ class Measured:
 
 
 def cluster_file(name: str) -> Path:
-    own = Path(__file__).parent / f"{name}.toml"
-    return own if own.exists() else examples() / "clusters" / f"{name}.toml"
+    local = Path(__file__).parent / f"{name}.toml"
+    return local if local.exists() else examples() / "clusters" / f"{name}.toml"
 
 
 def cluster_spec(scene: Scene) -> SiteSpec:
@@ -313,26 +313,26 @@ def overheads(scenes: Sequence[Scene], seconds: Sequence[float],
     """
     from scipy.optimize import nnls
 
-    units, found = (1e-4, 1e-9, 1e-3), (0.0, 0.0, 0.0)
+    units, costs = (1e-4, 1e-9, 1e-3), (0.0, 0.0, 0.0)
     for _ in range(ROUNDS):
         rows, wanted = [], []
         for scene, measured in zip(scenes, seconds):
-            here = predict(scene, links, found)
+            predicted = predict(scene, links, costs)
             slopes = [
                 predict(scene, links,
-                        tuple(part + unit * (i == j) for j, (part, unit) in enumerate(zip(found, units))))
-                - here
+                        tuple(part + unit * (i == j) for j, (part, unit) in enumerate(zip(costs, units))))
+                - predicted
                 for i, unit in enumerate(units)
             ]
             rows.append([slope / measured for slope in slopes])
             wanted.append(
-                (measured - here + sum(slope * part / unit
-                                       for slope, part, unit in zip(slopes, found, units)))
+                (measured - predicted + sum(slope * part / unit
+                                            for slope, part, unit in zip(slopes, costs, units)))
                 / measured
             )
         parts, _ = nnls(rows, wanted)
-        found = tuple(float(part * unit) for part, unit in zip(parts, units))
-    return found
+        costs = tuple(float(part * unit) for part, unit in zip(parts, units))
+    return costs
 
 
 def measure_missing(

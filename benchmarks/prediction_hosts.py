@@ -64,7 +64,7 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
         return json.loads(result.stdout[0])
 
 
-def rank_main(what: str, given: list) -> None:
+def rank_main(what: str, argument: list) -> None:
     """One rank of measure_hosts, measure_software or measure_optimizer; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
@@ -72,9 +72,9 @@ def rank_main(what: str, given: list) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo")
-    found = {"bytes": of_bytes, "software": of_software, "optimizer": of_optimizer}[what](given)
+    result = {"bytes": of_bytes, "software": of_software, "optimizer": of_optimizer}[what](argument)
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
     dist.barrier()
     os._exit(0)
 
@@ -86,12 +86,12 @@ def of_software(clusters: list) -> dict[str, float]:
 
     from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
-    found, groups = {}, [ranks for _, ranks in clusters]
+    costs, groups = {}, [ranks for _, ranks in clusters]
     if len(groups) > 1:  # sums of so little that bytes do not count
         reduce, few = TwoLevelAllReduce(groups), torch.ones(64 * dist.get_world_size())
         sent = 2 * sum(n * (n - 1) for n in map(len, [*groups, *zip(*groups)]))
-        found["host_message_s"] = cpu_s(lambda: reduce(few).wait(), SUMS) / SUMS / sent
-    os.environ["GLOO_SOCKET_IFNAME"], ranks = next(one for one in clusters if dist.get_rank() in one[1])
+        costs["host_message_s"] = cpu_s(lambda: reduce(few).wait(), SUMS) / SUMS / sent
+    os.environ["GLOO_SOCKET_IFNAME"], ranks = next(pair for pair in clusters if dist.get_rank() in pair[1])
     group, flat = dist.new_group(ranks, use_local_synchronization=True), torch.ones(SIZE // 4)
     shard = torch.empty(len(flat) // len(ranks))
     reduced, gathered, scattered = (cpu_s(partial(run, *tensors, group=group), SUMS // 5)
@@ -99,8 +99,8 @@ def of_software(clusters: list) -> dict[str, float]:
         (dist.all_reduce, flat), (dist.all_gather_into_tensor, flat, shard),
         (dist.reduce_scatter_tensor, shard, flat)))
     # it gathers half the bytes
-    found |= {"host_gather": 2 * gathered / reduced, "host_scatter": scattered / reduced}
-    return found
+    costs |= {"host_gather": 2 * gathered / reduced, "host_scatter": scattered / reduced}
+    return costs
 
 
 def of_optimizer(_: list) -> float:
@@ -108,14 +108,14 @@ def of_optimizer(_: list) -> float:
     import torch
     import torch.distributed as dist
 
-    own = torch.nn.Parameter(torch.ones(SIZE // 4))
-    own.grad, optimizer = torch.ones_like(own), torch.optim.AdamW([own])
+    parameter = torch.nn.Parameter(torch.ones(SIZE // 4))
+    parameter.grad, optimizer = torch.ones_like(parameter), torch.optim.AdamW([parameter])
 
     def step() -> None:
-        torch.nn.utils.clip_grad_norm_([own], 1.0)
+        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
 
-    return cpu_s(step, SUMS // 20) / (SUMS // 20) / own.numel() / dist.get_world_size()
+    return cpu_s(step, SUMS // 20) / (SUMS // 20) / parameter.numel() / dist.get_world_size()
 
 
 def cpu_s(run: Callable[[], object], times: int) -> float:
@@ -140,18 +140,18 @@ def of_bytes(phases: list[dict]) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    found, flat = {}, torch.ones(SIZE // 4)
+    costs, flat = {}, torch.ones(SIZE // 4)
     for phase in phases:
-        total, mine, times = 0.0, None, 0
+        total, group, times = 0.0, None, 0
         for interface, ranks, rate_bps in phase.values():
             of_all = 2 * (len(ranks) - 1) * SIZE  # what they send in one all-reduce
             often = ceil(SECONDS * rate_bps * len(ranks) / (8 * of_all))
             total += often * of_all
             if dist.get_rank() in ranks:
                 os.environ["GLOO_SOCKET_IFNAME"], times = interface, often
-                mine = dist.new_group(ranks, use_local_synchronization=True)
-        found.update(dict.fromkeys(phase, cpu_s(partial(dist.all_reduce, flat, group=mine), times) / total))
-    return found
+                group = dist.new_group(ranks, use_local_synchronization=True)
+        costs.update(dict.fromkeys(phase, cpu_s(partial(dist.all_reduce, flat, group=group), times) / total))
+    return costs
 
 
 def busy_seconds() -> float:

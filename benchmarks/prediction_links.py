@@ -29,19 +29,19 @@ STORE = Path(__file__).parent / "results" / "prediction_links_measured.json"
 
 def _scenes() -> tuple[Scene, ...]:
     off, on = ("--holmes-overlap", "off"), ("--holmes-overlap", "on")
-    found = []
+    scenes = []
     labels = {"links_uplinks_2ms": "uplinks 2 ms", "links_two_20ms": "20 ms", "links_two_80ms": "80 ms"}
     for file, label in labels.items():
         plain = Scene("", "plain", file, "stock", stages=1, hidden=192, micro_batches=2, flops=8e8)
         whole = ("--no-overlap", "--bucket-mb", "100")
-        found += [
+        scenes += [
             Scene(f"{label} deepspeed holmes", "deepspeed", file, "holmes", flags=off),
             Scene(f"{label} megatron holmes", "megatron", file, "holmes", flags=off),
             replace(plain, name=f"{label} plain flat ring", flags=("--no-overlap",)),
             replace(plain, name=f"{label} plain two levels", way="holmes", two_level=True, flags=whole),
         ]
     file, label = "three_links_6", "4 : 4 : 1, 20 ms"
-    found += [
+    scenes += [
         Scene(f"{label} deepspeed holmes", "deepspeed", file, "holmes", stages=3, flags=off),
         Scene(f"{label} deepspeed holmes overlap", "deepspeed", file, "holmes", stages=3, overlap="on",
               flags=on),
@@ -50,7 +50,7 @@ def _scenes() -> tuple[Scene, ...]:
         replace(plain, file=file, name=f"{label} plain two levels", way="holmes", two_level=True,
                 flags=whole),
     ]
-    return tuple(found)
+    return tuple(scenes)
 
 
 SCENES = _scenes()
@@ -70,7 +70,7 @@ def main() -> int:
     scenes = [scene for scene in SCENES if not wanted or any(name in scene.name for name in wanted)]
     if not args.predict:
         engines, until = {scene.engine for scene in scenes}, time.monotonic() + args.within
-        prediction.measure_missing([one for one in CALIBRATION if one.engine in engines], measured,
+        prediction.measure_missing([scene for scene in CALIBRATION if scene.engine in engines], measured,
                                    args.store, until)
         prediction.measure_missing(scenes, measured, args.store, until, args.runs)
     missing = {scene.engine for scene in CALIBRATION if not measured.knows(scene)}

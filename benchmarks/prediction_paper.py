@@ -57,11 +57,11 @@ def steps(site: Site, model: Model) -> dict[str, float]:
     """Seconds of a step of every framework and of holmes."""
     order = [node.name for node in site.nodes]
     sizes = Sizes(pipeline=2)
-    found = {
+    seconds = {
         name: simulate(site, order, sizes, model, options, only=stock_fabric(site)).step_s
         for name, options in FRAMEWORKS.items()
     }
-    return {**found, "Holmes": simulate(site, order, sizes, model, OVERLAPPED).step_s}
+    return {**seconds, "Holmes": simulate(site, order, sizes, model, OVERLAPPED).step_s}
 
 
 def paper_rows() -> list[Row]:

@@ -20,9 +20,8 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Recorded:
-    """scene: of a prediction.Scene, whose way and overlap may be others; where: file, scene and metric of the
-    result.
-    """
+    """scene: name of a prediction.Scene, whose way and overlap are replaced by these; file, recorded_scene,
+    metric: where the result is."""
 
     scene: str
     way: str
@@ -33,9 +32,9 @@ class Recorded:
 
 
 def _recorded() -> tuple[Recorded, ...]:
-    """Holmes overlaps where a reduction would be waited for: in the simulation everywhere, which takes as
+    """Holmes overlaps only the reductions that would be waited for, the simulation all of them: both take as
     long."""
-    found = []
+    results = []
     for scene, recorded in (
         ("4+4", "4+4"), ("4+4 slow RoCE", "4+4 slow RoCE"), ("2+4", "2+4 pipeline 3"),
         ("three clusters", "three clusters"),
@@ -44,17 +43,17 @@ def _recorded() -> tuple[Recorded, ...]:
             ("stock", "off", "stock"), ("holmes", "on", "holmes"), ("holmes", "off", "holmes, overlap off"),
             ("rdma", "off", "all-RDMA"),
         ):
-            found.append(
+            results.append(
                 Recorded(f"deepspeed {scene} holmes", way, overlap, "two_clusters.json", recorded,
                          f"step {metric}")
             )
     for way, overlap, metric in (("stock", "off", "stock"), ("holmes", "on", "holmes"),
                                  ("rdma", "off", "all-RDMA")):
-        found.append(
+        results.append(
             Recorded("megatron 4+4 holmes", way, overlap, "megatron_two_clusters.json", "4+4",
                      f"step {metric}")
         )
-    return tuple(found)
+    return tuple(results)
 
 
 RECORDED = _recorded()
@@ -68,21 +67,21 @@ def recorded_rows(prediction: Any) -> list[Row]:
 
     scenes = {scene.name: scene for scene in prediction.SCENES}
     cases: dict[str, list[tuple]] = {}
-    for one in RECORDED:
+    for recorded in RECORDED:
         values = {(row["scene"], row["metric"]): row
-                  for row in json.loads((RESULTS / one.file).read_text())["rows"]}
-        if row := values.get((one.recorded_scene, one.metric)):
-            name = (f"recorded: {scenes[one.scene].engine} {one.recorded_scene} "
-                    f"{one.metric.removeprefix('step ')}")
-            scene = replace(scenes[one.scene], way=one.way, overlap=one.overlap, name=name)
+                  for row in json.loads((RESULTS / recorded.file).read_text())["rows"]}
+        if row := values.get((recorded.recorded_scene, recorded.metric)):
+            name = (f"recorded: {scenes[recorded.scene].engine} {recorded.recorded_scene} "
+                    f"{recorded.metric.removeprefix('step ')}")
+            scene = replace(scenes[recorded.scene], way=recorded.way, overlap=recorded.overlap, name=name)
             cases.setdefault(scene.engine, []).append((scene, row))
     rows, errors = [], []
-    for own in cases.values():
-        fast = [(scene, row["value"]) for scene, row in own if scene.way == "rdma"]
+    for engine_cases in cases.values():
+        fast = [(scene, row["value"]) for scene, row in engine_cases if scene.way == "rdma"]
         if not fast:
             continue
         overhead = prediction.overheads(*zip(*fast))
-        for scene, row in own:
+        for scene, row in engine_cases:
             if scene.way == "rdma":
                 continue
             predicted = prediction.predict(scene, Links(), overhead)

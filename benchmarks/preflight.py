@@ -95,11 +95,11 @@ def preflights(per_node: int, runs: int) -> list:
                 for flag in ("on", "off"):
                     result = lab.run([*command, flag], preload=modules, timeout=120)
                     assert result.returncode == 0, result.outputs
-                    told = [json.loads(text.splitlines()[-1]) for text in result.stdout.values()]
-                    assert not any(rank["lines"] for rank in told), told[0]
-                    times[flag].append(max(rank["start_s"] for rank in told))
+                    ranks = [json.loads(text.splitlines()[-1]) for text in result.stdout.values()]
+                    assert not any(rank["lines"] for rank in ranks), ranks[0]
+                    times[flag].append(max(rank["start_s"] for rank in ranks))
                     if flag == "on":
-                        times["preflight"].append(max(rank["preflight_s"] for rank in told))
+                        times["preflight"].append(max(rank["preflight_s"] for rank in ranks))
                 tell(f"{scene}: run {run + 1} of {runs}: preflight {times['preflight'][-1]:.2f} s")
     rows = [_row(scene, "preflight of 64 ranks", times["preflight"], "s", "<= 3")]
     return rows + [_row(scene, f"start-up with preflight {flag}", times[flag], "s") for flag in ("on", "off")]
@@ -155,7 +155,7 @@ def healthy_main(out: str, *command: str) -> None:
 
     from holmes_ext.runtime.watch import nic_watch
 
-    everything, train_batch, found = Everything(), PipelineEngine.train_batch, []
+    everything, train_batch, timings = Everything(), PipelineEngine.train_batch, []
 
     def timed(engine, *args, **kwargs):
         block, step = divmod(engine.global_steps, BLOCK)
@@ -165,7 +165,7 @@ def healthy_main(out: str, *command: str) -> None:
         begin = time.perf_counter()
         loss = train_batch(engine, *args, **kwargs)
         if step and block > 2:  # the first step of a block and the first cycle are for warming up
-            found.append((block, which, time.perf_counter() - begin))
+            timings.append((block, which, time.perf_counter() - begin))
         return loss
 
     PipelineEngine.train_batch = timed
@@ -175,9 +175,9 @@ def healthy_main(out: str, *command: str) -> None:
         watch, begin = nic_watch.NicWatch(20.0), time.thread_time()
         for number in range(500):
             watch.look(float(number))
-        found.append((-1, "look", (time.thread_time() - begin) / 500))
+        timings.append((-1, "look", (time.thread_time() - begin) / 500))
         if dist.get_rank() == 0:
-            Path(out).write_text(json.dumps(found))
+            Path(out).write_text(json.dumps(timings))
         end(*args)
 
     import deepspeed.comm
@@ -196,7 +196,7 @@ def healthy_steps(cycles: int) -> list:
     from holmes_ext.lab import Lab, interleave
     from holmes_ext.lab.samples import examples
 
-    scene = next(one for one in SCENES if one.name == "2+2")
+    scene = next(scene for scene in SCENES if scene.name == "2+2")
     file = examples() / "clusters" / scene.file
     spec = load_spec(file)
     with Lab(spec, realtime=True) as lab, tempfile.TemporaryDirectory() as folder:
@@ -208,9 +208,9 @@ def healthy_steps(cycles: int) -> list:
                          env={"DS_ACCELERATOR": "cpu"},
                          accelerator={"flops": scene.flops, "classes": ["Block"]})
         assert result.returncode == 0, result.outputs
-        found = json.loads(Path(folder, "found").read_text())
+        timings = json.loads(Path(folder, "found").read_text())
     blocks: dict[int, tuple[str, list[float]]] = {}
-    for block, which, seconds in found:
+    for block, which, seconds in timings:
         blocks.setdefault(block, (which, []))[1].append(seconds)
     look = blocks.pop(-1)[1][0] * 100
     by = {which: [statistics.median(times) for name, times in blocks.values() if name == which]

@@ -161,7 +161,7 @@ def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[
         accelerator={"flops": 3e9 / SLOWER["pipeline"], "classes": ["Block"]},
         on_run=lambda name, repetition: tell(f"pipeline, repetition {repetition + 1}: {name}"),
     )
-    rows = [_row(scene, f"step, {name}", one.medians, "s") for name, one in series.items()]
+    rows = [_row(scene, f"step, {name}", measured.medians, "s") for name, measured in series.items()]
     for over, under, target in (
         ("stock", "holmes", ">= 1.67"),
         ("all-RDMA", "holmes", ">= 1.05"),
@@ -201,7 +201,7 @@ def gather(repetitions: int, scene: str = "gather") -> list[Row]:
             accelerator={"flops": 3e9 / SLOWER["gather"], "classes": ["TransformerLayer"], "layout": "sbh"},
             on_run=lambda name, repetition: tell(f"{scene}, repetition {repetition + 1}: {name}"),
         )
-    rows = [_row(scene, f"step, weights {name}", one.medians, "s") for name, one in series.items()]
+    rows = [_row(scene, f"step, weights {name}", measured.medians, "s") for name, measured in series.items()]
     rows.append(_ratio(scene, series, "waited for", "under the forward", ""))
     rows.append(_ratio(scene, series, "waited for", "waited for, again", ""))
     worst = max_loss_difference(series["waited for"], series["under the forward"])
@@ -219,8 +219,8 @@ def ring(repetitions: int) -> list[Row]:
             for node in cluster.nodes:
                 lab.set_rate(node, f"{cluster.kind}0", 8 * spec.ethernet_rate_bps)
         clusters = [list(range(4)), list(range(4, 8))]
-        one = spec.clusters[0].nodes
-        seconds, sent = _sums(lab, ("flat ring", "two levels"), order, clusters, one, repetitions)
+        counted = spec.clusters[0].nodes
+        seconds, sent = _sums(lab, ("flat ring", "two levels"), order, clusters, counted, repetitions)
     rows = [_row("ring", f"10 MiB, {name}", values, "s") for name, values in seconds.items()]
     metric = "sent by one cluster's Ethernet NICs / gradient"
     rows += [_row("ring", f"{metric}, {name}", values, "x") for name, values in sent.items()]
@@ -237,15 +237,15 @@ def owners(repetitions: int) -> list[Row]:
     rows = []
     with Lab(spec, realtime=True) as lab:
         for count in (4, 2):
-            order, where = spec.clusters[0].nodes[:count], f"{count} nodes"
+            order, size = spec.clusters[0].nodes[:count], f"{count} nodes"
             seconds, sent = _sums(lab, ("all-reduce", "to owners"), order, [], order, repetitions)
-            rows += [_row("owners", f"{where}, 10 MiB, {name}", values, "s")
+            rows += [_row("owners", f"{size}, 10 MiB, {name}", values, "s")
                      for name, values in seconds.items()]
             for name, values in sent.items():
-                each = [value / count for value in values]
-                rows.append(_row("owners", f"{where}, sent by a node / gradient, {name}", each, "x"))
+                per_node = [value / count for value in values]
+                rows.append(_row("owners", f"{size}, sent by a node / gradient, {name}", per_node, "x"))
             ratios = [a / b for a, b in zip(*seconds.values())]
-            rows.append(_row("owners", f"{where}, all-reduce / to owners", ratios, "x"))
+            rows.append(_row("owners", f"{size}, all-reduce / to owners", ratios, "x"))
     return rows
 
 
@@ -311,8 +311,8 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
         begin = time.perf_counter()
         all_reduce(flat).wait()
         seconds.append(time.perf_counter() - begin)
-        own = flat.chunk(dist.get_world_size())[dist.get_rank()] if name == "to owners" else flat
-        assert own.eq(dist.get_world_size()).all()
+        owned = flat.chunk(dist.get_world_size())[dist.get_rank()] if name == "to owners" else flat
+        assert owned.eq(dist.get_world_size()).all()
         flat.copy_(before)
     if dist.get_rank() == 0:
         print(statistics.median(seconds[1:]), flush=True)

@@ -36,33 +36,33 @@ def measure(name: str) -> list[Row]:
     held = quickest_in_flight(forward, backward, edges, count, (0.0,) * len(edges), no_limit)
     now = max(walked_ends(forward, backward, edges, count, held))
     rows = [Row.median(name, "1F1B in flight", [now], "s", False)]
-    each, fullest = tuple(map(float, held)), (float(max(held)),) * STAGES
-    for memory, most in (("each stage's", each), ("the fullest", fullest)):
+    per_stage, fullest = tuple(map(float, held)), (float(max(held)),) * STAGES
+    for memory, most in (("each stage's", per_stage), ("the fullest", fullest)):
         times = Times(forward, forward, forward, edges, count, most)
-        found = {"listed passes": solved(times, held), "listed passes, NCCL": solved(times, held, True)}
-        best = {what: min(max(one.ends(times)), now)  # the plan keeps 1F1B where no list is faster
-                for what, one in found.items()}
+        schedules = {"listed passes": solved(times, held), "listed passes, NCCL": solved(times, held, True)}
+        best = {what: min(max(schedule.ends(times)), now)  # the plan keeps 1F1B where no list is faster
+                for what, schedule in schedules.items()}
         target = ">= 1.1" if (name, memory) == ASKED else ""
         gloo, nccl = best.values()
         for what, value, unit in (
             *((what, value, "s") for what, value in best.items()), ("ratio", now / gloo, "x"),
             ("ratio, NCCL", now / nccl, "x"), ("ratio that no schedule beats", now / least_s(times), "x"),
         ):
-            own = target if what in ("ratio", "ratio, NCCL") else ""
-            rows.append(Row.median(name, f"{what}, memory of {memory}", [value], unit, False, own))
+            row_target = target if what in ("ratio", "ratio, NCCL") else ""
+            rows.append(Row.median(name, f"{what}, memory of {memory}", [value], unit, False, row_target))
     return rows
 
 
 def main() -> int:
-    given = parser(__doc__.splitlines()[0]).parse_args()
-    every = [*SCENES, *schedules_lab.ENGINES_OF]
-    names = chosen(given.scenes, every)
-    rows = kept(given.json, names)
+    args = parser(__doc__.splitlines()[0]).parse_args()
+    known = [*SCENES, *schedules_lab.ENGINES_OF]
+    names = chosen(args.scenes, known)
+    rows = kept(args.json, names)
     for name in names:
         rows += measure(name) if name in SCENES else schedules_lab.rows(name)
         tell(f"{name}: done")
-    rows.sort(key=lambda row: every.index(row.scene))
-    return finish(rows, given.json, "schedules at the same memory")
+    rows.sort(key=lambda row: known.index(row.scene))
+    return finish(rows, args.json, "schedules at the same memory")
 
 
 if __name__ == "__main__":

@@ -87,53 +87,55 @@ def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
     shape = Shape(STAGES, 1, 1, 1, 1, 1, 1, MICRO_BATCHES, "none", 0)
     nodes = [node.name for node in asked.network.site.nodes]
     placement = asked.network.placement(nodes, shape.sizes().complete(asked.network.world))
-    one = timed(asked, asked.candidate(shape, placement, (LAYERS // STAGES,) * STAGES))
-    listed = in_passes(asked, one)
+    baseline = timed(asked, asked.candidate(shape, placement, (LAYERS // STAGES,) * STAGES))
+    listed = in_passes(asked, baseline)
     assert listed is not None, "listed passes are faster here"
-    return asked, {IN_FLIGHT if one.in_flight else "1F1B": one, LISTED: listed}
+    return asked, {IN_FLIGHT if baseline.in_flight else "1F1B": baseline, LISTED: listed}
 
 
 def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, Series]]:
-    asked, found = plans(engine.framework)
+    asked, candidates = plans(engine.framework)
     spec, model, variants = parse_spec(SITE), asked.model, []
-    cluster, config, own = folder / "cluster.toml", folder / "ds_config.json", engine.flags
+    cluster, config, stock_flags = folder / "cluster.toml", folder / "ds_config.json", engine.flags
     cluster.write_text(SITE)
-    for name, one in found.items():
+    for name, candidate in candidates.items():
         plan = folder / f"{len(variants)}.json"
-        plan_of(asked, one, Options(passes="auto")).save(str(plan))
-        launch = launches(one, model, MICRO_BATCHES, True, str(cluster), str(plan))[engine.framework]
+        plan_of(asked, candidate, Options(passes="auto")).save(str(plan))
+        launch = launches(candidate, model, MICRO_BATCHES, True, str(cluster), str(plan))[engine.framework]
         if launch.config:
             config.write_text(json.dumps(launch.config))
-            own = ("--deepspeed_config", str(config))
+            stock_flags = ("--deepspeed_config", str(config))
         flags = (str(config) if flag == "ds_config.json" else flag for flag in launch.flags)
         variants.append(Variant(name, spec, interleave(spec), (*engine.flags, *flags)))
     nodes = tuple(node.name for node in asked.network.site.nodes)  # stock's are in the plan's order
-    variants.append(Variant(STOCK, spec, nodes, own))
+    variants.append(Variant(STOCK, spec, nodes, stock_flags))
     size = ["--layers", model.layers, "--hidden", model.hidden, "--heads", model.heads, "--sequence",
             model.sequence, engine.stages, STAGES]
     script = [str(examples() / engine.folder / "train.py"), *map(str, size)]
     accelerator = {"flops": model.gpu.flops, "classes": ["Block"], "plain": [engine.plain], "layout": "bsh"}
-    return found, compare(variants, script, repetitions=REPETITIONS, steps=STEPS, skip=SKIP,
-                          accelerator=accelerator, timeout=600.0,
-                          preload=("torch",) if engine.framework == "torch" else ("torch", "deepspeed"),
-                          on_run=lambda name, number: tell(f"{name}, run {number + 1}"))
+    return candidates, compare(variants, script, repetitions=REPETITIONS, steps=STEPS, skip=SKIP,
+                               accelerator=accelerator, timeout=600.0,
+                               preload=("torch",) if engine.framework == "torch" else ("torch", "deepspeed"),
+                               on_run=lambda name, number: tell(f"{name}, run {number + 1}"))
 
 
 def rows(scene: str) -> list[Row]:
     """Measured, emulated."""
     with tempfile.TemporaryDirectory() as directory:
-        plans_of, series = run(ENGINES_OF[scene], Path(directory))
-    made = []
-    for name, own in series.items():
-        made.append(Row.of(scene, f"{name}, measured step", own.median, "s", own.spread, True, busy=own.busy))
+        plans_of, by_variant = run(ENGINES_OF[scene], Path(directory))
+    table = []
+    for name, series in by_variant.items():
+        table.append(Row.of(scene, f"{name}, measured step", series.median, "s", series.spread, True,
+                            busy=series.busy))
         if name in plans_of:
-            error = plans_of[name].step_s / own.median - 1
-            made.append(Row.median(scene, f"{name}, predicted step", [plans_of[name].step_s], "s", False))
-            made.append(Row.median(scene, f"{name}, predicted against measured", [error], "fraction", True))
-            apart = max_loss_difference(own, series[STOCK])
-            made.append(Row.median(scene, f"{name}, greatest difference of a loss from stock's", [apart], "",
-                                   True))
+            error = plans_of[name].step_s / series.median - 1
+            table.append(Row.median(scene, f"{name}, predicted step", [plans_of[name].step_s], "s", False))
+            table.append(Row.median(scene, f"{name}, predicted against measured", [error], "fraction", True))
+            apart = max_loss_difference(series, by_variant[STOCK])
+            table.append(Row.median(scene, f"{name}, greatest difference of a loss from stock's", [apart], "",
+                                    True))
     now = next(iter(plans_of))
     what, target = ("ratio, memory of the fullest", ">= 1.1") if now == IN_FLIGHT else (f"ratio to {now}", "")
-    ratio, busy = series[now].median / series[LISTED].median, max(own.busy for own in series.values())
-    return [*made, Row.median(scene, what, [ratio], "x", True, target, busy=busy)]
+    ratio = by_variant[now].median / by_variant[LISTED].median
+    busy = max(measured.busy for measured in by_variant.values())
+    return [*table, Row.median(scene, what, [ratio], "x", True, target, busy=busy)]

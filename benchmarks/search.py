@@ -53,13 +53,13 @@ def measure(clusters: str, model: str, batch: int) -> dict[str, float]:
               str(SECONDS)]
     start = time.monotonic()
     process = subprocess.Popen([*holmes, "--global-batch", str(batch), "--json"], stdout=subprocess.PIPE)
-    found = json.loads(process.stdout.read())
+    result = json.loads(process.stdout.read())
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, status
     return {
-        "search": found["seconds"], "whole command": time.monotonic() - start,
-        "memory of its first process": usage.ru_maxrss / 2**20, "step": found["certificate"]["step_seconds"],
-        "gap of the simulated certificate": found["certificate"]["gap"],
+        "search": result["seconds"], "whole command": time.monotonic() - start,
+        "memory of its first process": usage.ru_maxrss / 2**20, "step": result["certificate"]["step_seconds"],
+        "gap of the simulated certificate": result["certificate"]["gap"],
     }
 
 
@@ -93,8 +93,9 @@ UNITS = {"search": "s", "whole command": "s", "memory of its first process": "Gi
 
 def main() -> int:
     args = harness.parser(__doc__.splitlines()[0]).parse_args()
-    every = [*SCENES, SITES]
-    chosen = [name for name in every if not args.scenes or any(one in name for one in args.scenes.split(";"))]
+    names = [*SCENES, SITES]
+    parts = args.scenes.split(";")
+    chosen = [name for name in names if not args.scenes or any(part in name for part in parts)]
     rows = harness.kept(args.json, chosen)
     for name in chosen:
         if name == SITES:
@@ -107,7 +108,7 @@ def main() -> int:
         for metric, value in measure(clusters, model, batch).items():
             known = UNITS[metric], (value, value), False, targets.get(metric, "")
             rows.append(harness.Row.of(name, metric, value, *known))
-        rows.sort(key=lambda row: every.index(row.scene))
+        rows.sort(key=lambda row: names.index(row.scene))
         harness.write(rows, args.json)
     return harness.finish(rows, args.json, "holmes plan: the search")
 

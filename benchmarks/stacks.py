@@ -94,12 +94,12 @@ def data_parallel(stack: str, args) -> list[Row]:
 
 
 def predicted(scene: str, series: dict[str, Series], step: Callable[..., float], flops: float,
-              ways) -> list[Row]:
-    """ways: variant -> what it is for `step`, one of benchmarks/stacks_prediction.py's."""
+              options_of) -> list[Row]:
+    """step: a function of benchmarks/stacks_prediction.py; options_of: variant -> its keywords for `step`."""
     stack_site = prediction.StackSite.of(CLUSTERS)
     software_s = prediction.fitted(lambda seconds: step(stack_site, ONE, flops, seconds), series[ONE].median)
-    seconds = {name: step(stack_site, "stock" if name == "stock" else "holmes", flops, software_s, **more)
-               for name, more in ways.items()}
+    seconds = {name: step(stack_site, "stock" if name == "stock" else "holmes", flops, software_s, **options)
+               for name, options in options_of.items()}
     return prediction.rows(scene, seconds, {name: series[name].median for name in seconds})
 
 
@@ -142,9 +142,9 @@ def sharded(args) -> list[Row]:
 
 def predictions(scene: str, series: dict[str, Series]) -> list[Row]:
     """What FSDP's lines say of the collectives, for reference beside the step times."""
-    told = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
+    sources = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
     return [Row.median(scene, f"predicted collectives {name}", [_seconds(series[run], words)], "s", False)
-            for name, (run, words) in told.items()]
+            for name, (run, words) in sources.items()]
 
 
 def _seconds(series: Series, words: str) -> float:
@@ -172,20 +172,20 @@ def breadth_first(args) -> list[Row]:
     spec, order, flags = of_clusters()
     flags = (*flags, "--mesh", "dp,pp", "--pipeline", "4")  # without sizes the plan keeps clusters as blocks
     orders = {"1F1B": flags, "breadth first": (*flags, "--schedule", "LoopedBFS", "--chunks", "4")}
-    variants = [Variant(name, spec, order, given) for name, given in orders.items()]
+    variants = [Variant(name, spec, order, options) for name, options in orders.items()]
     variants.append(Variant("1F1B, torch's waits", spec, order, flags, {"HOLMES_DISABLE": "pipelining"}))
-    variants += [Variant(f"{name}, nothing reduced", spec, order, (*given, "--data-parallel", "alone"))
-                 for name, given in orders.items()]
+    variants += [Variant(f"{name}, nothing reduced", spec, order, (*options, "--data-parallel", "alone"))
+                 for name, options in orders.items()]
     series = run(scene, variants, [str(PIPELINE), *PIPELINE_MODEL], "Block", PIPELINE_FLOPS, args)
     exposed = {}
-    for name in (one.name for one in variants[:3]):
+    for name in (variant.name for variant in variants[:3]):
         alone = series[f"{name.split(',')[0]}, nothing reduced"]
         exposed[name] = [with_sums - least for with_sums, least in zip(series[name].medians, alone.medians)]
     ratios = {other: [ours / theirs for ours, theirs in zip(exposed["breadth first"], exposed[other])]
               for other in ("1F1B", "1F1B, torch's waits")}
     return [
-        *(Row.median(scene, f"exposed reduction, breadth first : {name}", found, "x", True, "<= 0.5")
-          for name, found in ratios.items()),
+        *(Row.median(scene, f"exposed reduction, breadth first : {name}", values, "x", True, "<= 0.5")
+          for name, values in ratios.items()),
         *(Row.median(scene, f"exposed reduction, {name}", seconds, "s", True)
           for name, seconds in exposed.items()),
         *(Row.of(scene, f"exposed reduction, {name}, simulated", seconds, "s", (seconds, seconds), True)
@@ -202,12 +202,13 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8
     gpt = Model(layers, hidden, 4, 16, 256, micro_batches=micro_batches, activation_width=4, tied=False)
     costs = even_costs(forward_s(hidden, 16, PIPELINE_FLOPS), layers, 4, micro_batches)
-    found = {}
+    exposed = {}
     for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
         run = Execution(DDP, overlap="on", **prediction.DDP_BUCKETS, **more)
-        with_sums, least = (simulate(one, order, sizes, gpt, run, costs=costs).step_s for one in (site, free))
-        found[name] = with_sums - least
-    return found
+        with_sums, least = (simulate(used_site, order, sizes, gpt, run, costs=costs).step_s
+                            for used_site in (site, free))
+        exposed[name] = with_sums - least
+    return exposed
 
 
 def main() -> int:

@@ -63,8 +63,9 @@ class Networks:
         costs = {key: statistics.median(turn[name][key] for turn in self.turns)
                  for key in self.turns[0][name]}
         links = Links.of_spec(parse_spec(self.probes[name]))
-        own = {fabric: replace(link, host_s=costs[fabric]) for fabric, link in links.measured.items()}
-        return replace(links, measured=own, **{key: costs[key] for key in costs if key.startswith("host_")})
+        measured = {fabric: replace(link, host_s=costs[fabric]) for fabric, link in links.measured.items()}
+        host_costs = {key: costs[key] for key in costs if key.startswith("host_")}
+        return replace(links, measured=measured, **host_costs)
 
     def measure(self, file: Path, turns: int = 3) -> None:
         """What is missing. Networks in turns: the machine is not equally fast for long."""
@@ -80,19 +81,19 @@ class Networks:
                 self.parameter_s = measure_optimizer(spec)
                 self._save()
             while len(self.turns) < turns:
-                self.turns.append({name: {**measure_hosts(own), **measure_software(own)}
-                                   for name, (own, _) in networks.items()})
+                self.turns.append({name: {**measure_hosts(network_spec), **measure_software(network_spec)}
+                                   for name, (network_spec, _) in networks.items()})
                 self._save()
 
     def rows(self) -> list[Row]:
         """What the cores take, with what it was in each turn."""
-        found = [Row.of("networks", "CPU time of a parameter", self.parameter_s, "s", (self.parameter_s,) * 2,
+        table = [Row.of("networks", "CPU time of a parameter", self.parameter_s, "s", (self.parameter_s,) * 2,
                         True)]
         for network, key in ((network, key) for network, costs in self.turns[0].items() for key in costs):
             values = [turn[network][key] for turn in self.turns]
             what, unit = COSTS.get(key, (f"CPU time of a byte on {key}", "s"))
-            found.append(Row.median("networks", f"{network}: {what}", values, unit, True))
-        return found
+            table.append(Row.median("networks", f"{network}: {what}", values, unit, True))
+        return table
 
     def _save(self) -> None:
         STORE.write_text(json.dumps(vars(self), indent=1) + "\n")
@@ -155,10 +156,10 @@ def fitted(predict: Callable[[float], float], measured: float) -> float:
 
 
 def rows(scene: str, predicted: dict[str, float], measured: dict[str, float]) -> list[Row]:
-    found = []
+    table = []
     for name, seconds in predicted.items():
         error = seconds / measured[name] - 1
-        found += [Row.of(scene, f"predicted step {name}", seconds, "s", (seconds, seconds), True),
+        table += [Row.of(scene, f"predicted step {name}", seconds, "s", (seconds, seconds), True),
                   Row.of(scene, f"error of the prediction, {name}", abs(error), "of the measured",
                          (error, error), True, "<= 0.1")]
-    return found
+    return table

@@ -42,9 +42,9 @@ def report(rank: int, world: int) -> dict:
     node, local = divmod(rank, PER_NODE)
     high, low = divmod(node, 256)
     ib, agreed = 2 * node * PER_NODE < world, {f"setting {number}": "value" for number in range(24)}
-    said = {"node": f"node{node:05d}", "identity": f"boot-{node}", "local_rank": local, "agreed": agreed}
+    document = {"node": f"node{node:05d}", "identity": f"boot-{node}", "local_rank": local, "agreed": agreed}
     if local:
-        return said
+        return document
     ethernet = Nic("ethernet", "eth0", netdevs=("eth0",), state="up", state_text="up", rate_bps=10**11,
                    addresses=(f"10.{high}.{low}.1/8",), mtu=1500)
     fast = (
@@ -53,8 +53,8 @@ def report(rank: int, world: int) -> dict:
             pci=f"0000:{hca:02x}:00.0", driver="mlx5_core")
         for hca in range(8)
     )
-    nics = NodeReport(said["node"], said["identity"], f"10.{high}.{low}.1", (ethernet, *fast))
-    return {**said, "nics_of_node": nics.to_dict()}
+    nics = NodeReport(document["node"], document["identity"], f"10.{high}.{low}.1", (ethernet, *fast))
+    return {**document, "nics_of_node": nics.to_dict()}
 
 
 def process(rank: int, world: int, port: int):
@@ -73,15 +73,15 @@ class Clients:
     @classmethod
     def forked(cls, first: int, last: int, world: int, port: int) -> Clients:
         """Of ranks first to last - 1."""
-        (said, say), (hear, told) = os.pipe(), os.pipe()
+        (out_read, out_write), (in_read, in_write) = os.pipe(), os.pipe()
         if os.fork() == 0:
-            clients_main(first, last, world, port, open(hear), open(say, "w"))
-        os.close(say)
-        os.close(hear)
-        return cls(open(said), open(told, "w"))
+            clients_main(first, last, world, port, open(in_read), open(out_write, "w"))
+        os.close(out_write)
+        os.close(in_read)
+        return cls(open(out_read), open(in_write, "w"))
 
 
-def clients_main(first: int, last: int, world: int, port: int, told: TextIO, said: TextIO) -> None:
+def clients_main(first: int, last: int, world: int, port: int, commands: TextIO, results: TextIO) -> None:
     """Connect, wait for a line, exchange, say when the last had the verdict."""
     from holmes_ext.runtime.start.exchange import exchange
     from holmes_ext.runtime.start.store import connect
@@ -91,11 +91,11 @@ def clients_main(first: int, last: int, world: int, port: int, told: TextIO, sai
     ends, ready, go = [], threading.Semaphore(0), threading.Event()
 
     def rank_main(rank: int) -> None:
-        one, mine = process(rank, world, port), report(rank, world)
-        store = connect(one, TIMEOUT_S)
+        rank_process, rank_report = process(rank, world, port), report(rank, world)
+        store = connect(rank_process, TIMEOUT_S)
         ready.release()
         go.wait()
-        exchange(store, one, mine, lambda *_: {}, TIMEOUT_S)
+        exchange(store, rank_process, rank_report, lambda *_: {}, TIMEOUT_S)
         ends.append(time.monotonic())
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(first, last)]
@@ -103,13 +103,13 @@ def clients_main(first: int, last: int, world: int, port: int, told: TextIO, sai
         thread.start()
     for _ in threads:
         ready.acquire()
-    print("ready", file=said, flush=True)
-    told.readline()
+    print("ready", file=results, flush=True)
+    commands.readline()
     go.set()
     for thread in threads:
         thread.join()
-    print(max(ends), len(ends), file=said, flush=True)
-    told.readline()
+    print(max(ends), len(ends), file=results, flush=True)
+    commands.readline()
     os._exit(0)
 
 
@@ -144,9 +144,9 @@ def rank0_main(world: int) -> None:
     for client in clients:
         print(file=client.told, flush=True)
     verdict = exchange(store, process(0, world, port), report(0, world), decide, TIMEOUT_S)
-    said = [client.said.readline().split() for client in clients]
-    assert sum(int(count) for _, count in said) == world - 1
-    took, crossed = max(float(end) for end, _ in said) - begin, loopback_bytes() - before
+    lines = [client.said.readline().split() for client in clients]
+    assert sum(int(count) for _, count in lines) == world - 1
+    took, crossed = max(float(end) for end, _ in lines) - begin, loopback_bytes() - before
     begin = time.monotonic()
     content = verdict.content()
     Site.from_dict(content["site"])
@@ -170,23 +170,23 @@ def main() -> int:
 
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--runs", type=int, default=3)
-    given = arguments.parse_args()
+    args = arguments.parse_args()
     rows = []
-    for scene in chosen(given.scenes, SCENES):
-        world, found = SCENES[scene], []
-        for run in range(given.runs):
+    for scene in chosen(args.scenes, SCENES):
+        world, measured = SCENES[scene], []
+        for run in range(args.runs):
             command = ["unshare", "--net", sys.executable, __file__, "--rank0", str(world)]
-            told = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split()
-            found.append([float(word) for word in told])
-            tell(f"{scene}: run {run + 1} of {given.runs}: {found[-1][0]:.2f} s")
-        seconds, crossed, memory, reading = (list(values) for values in zip(*found))
+            words = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split()
+            measured.append([float(word) for word in words])
+            tell(f"{scene}: run {run + 1} of {args.runs}: {measured[-1][0]:.2f} s")
+        seconds, crossed, memory, reading = (list(values) for values in zip(*measured))
         rows += [
             Row.median(scene, "verdict", seconds, "s", False, TARGETS.get(world, "")),
-            Row.median(scene, "through rank 0", [one / 1e6 for one in crossed], "MB", False),
-            Row.median(scene, "memory of rank 0", [one / 1e6 for one in memory], "MB", False),
+            Row.median(scene, "through rank 0", [size / 1e6 for size in crossed], "MB", False),
+            Row.median(scene, "memory of rank 0", [size / 1e6 for size in memory], "MB", False),
             Row.median(scene, "one rank reads the verdict", reading, "s", False),
         ]
-    return finish(rows, given.json, "from the last rank's report to the last rank's verdict")
+    return finish(rows, args.json, "from the last rank's report to the last rank's verdict")
 
 
 if __name__ == "__main__":

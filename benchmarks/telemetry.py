@@ -52,7 +52,7 @@ print(sorted(times)[len(times) // 2])
 
 def two_and_two() -> tuple[Scene, SiteSpec, tuple[str, ...]]:
     """The scene, its clusters, and what switches holmes on in it."""
-    scene = next(one for one in SCENES if one.name == "2+2")
+    scene = next(scene for scene in SCENES if scene.name == "2+2")
     file = examples() / "clusters" / scene.file
     sizes = ("--holmes-sizes", f"pipeline={scene.stages}")
     return scene, load_spec(file), ("--holmes", "--holmes-cluster", str(file), *sizes)
@@ -73,8 +73,8 @@ def steps(repetitions: int, count: int) -> list[Row]:
     pairs = [a / b - 1 for a, b in zip(all_of_it.medians, without.medians)]
     noise = [a / b - 1 for a, b in zip(again.medians, without.medians)]
     difference = max_loss_difference(without, all_of_it)
-    rows = [Row.of("2+2", f"step, {one.name}", one.median, "s", one.spread, one.emulated)
-            for one in series.values()]
+    rows = [Row.of("2+2", f"step, {measured.name}", measured.median, "s", measured.spread, measured.emulated)
+            for measured in series.values()]
     emulated = without.emulated
     rows.append(Row.of("2+2", "what both add to a step", all_of_it.median / without.median - 1, "of a step",
                        (min(pairs), max(pairs)), emulated, "<= 0.005"))
@@ -95,8 +95,8 @@ def turns(repetitions: int, count: int) -> list[Row]:
                          accelerator={"flops": scene.flops, "classes": ["Block"]},
                          on_run=lambda variant, _: tell(f"turns: {variant}"))
 
-    def added(one: Series) -> list[float]:
-        return [statistics.median(run[::2]) / statistics.median(run[1::2]) - 1 for run in one.steps]
+    def added(measured: Series) -> list[float]:
+        return [statistics.median(run[::2]) / statistics.median(run[1::2]) - 1 for run in measured.steps]
 
     return [Row.median("turns", "what the recorder adds to a step", added(series["on"]), "of a step", True,
                        "<= 0.005"),
@@ -107,21 +107,21 @@ def operation(repetitions: int) -> list[Row]:
     """Seconds of an all-reduce of 16 bytes in one process: with the patches off, on without a recorder,
     watched, and written down."""
     with tempfile.TemporaryDirectory() as directory:
-        ways = {
+        settings = {
             "patches off": ("dict(watchdog='off')", "no", "telemetry"),
             "nobody looks": ("dict(watchdog='off')", "no", ""),
             "watchdog": ("dict(watchdog='off')", "watched", ""),
             "telemetry": (f"dict(watchdog='off', telemetry={directory!r})", "no", ""),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in settings}
         for _ in range(repetitions):
-            for name, (options, watched, off) in ways.items():
+            for name, (options, watched, off) in settings.items():
                 env = {**os.environ, "HOLMES_DISABLE": off}
                 command = [sys.executable, "-c", SMALL, options, watched]
                 result = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
                 seconds[name].append(float(result.stdout.strip().splitlines()[-1]))
-    return [Row.median("one operation", f"all-reduce of 16 bytes, {name}", [one * 1e6 for one in times], "us",
-                       False)
+    return [Row.median("one operation", f"all-reduce of 16 bytes, {name}", [run_s * 1e6 for run_s in times],
+                       "us", False)
             for name, times in seconds.items()]
 
 

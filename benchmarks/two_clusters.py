@@ -73,15 +73,15 @@ def ratio_row(scene: str, name: str, top: Series, bottom: Series, target: str) -
                   target, max(top.busy, bottom.busy))
 
 
-def step_rows(scene: str, series: dict[str, Series]) -> list[Row]:
+def step_rows(scene: str, by_variant: dict[str, Series]) -> list[Row]:
     """Step times, and the bytes that every NIC of every node sent for each step."""
-    rows = [Row.of(scene, f"step {name}", one.median, "s", one.spread, one.emulated, busy=one.busy)
-            for name, one in series.items()]
-    for name, one in series.items():
-        for node, nics in one.sent.items():
+    rows = [Row.of(scene, f"step {name}", series.median, "s", series.spread, series.emulated,
+                   busy=series.busy) for name, series in by_variant.items()]
+    for name, series in by_variant.items():
+        for node, nics in series.sent.items():
             rows += [Row.median(scene, f"bytes {name} {node} {nic}", [sent], "bytes/step", False)
                      for nic, sent in nics.items()]
-        slow, fast = one.megabytes
+        slow, fast = series.megabytes
         rows.append(Row.median(scene, f"Ethernet {name}", [slow], "MB/step/node", False))
         rows.append(Row.median(scene, f"fast NIC {name}", [fast], "MB/step/node", False))
     return rows
@@ -134,7 +134,7 @@ def control(repetitions: int, steps: int) -> list[Row]:
     cost, noise = (series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again"))
     return [
         Row.median(scene.name, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01",
-                   max(one.busy for one in series.values())),
+                   max(measured.busy for measured in series.values())),
         Row.median(scene.name, "A/A difference (noise)", [abs(noise)], "of a step", True),
         *step_rows(scene.name, series),
     ]

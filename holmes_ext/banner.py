@@ -82,7 +82,7 @@ def _edges(current: Session) -> str:
     if traffic.passes and on & {"deepspeed-edges", "torch-passes"}:
         parts.append("passes as the plan lists them, gradients of weights put off")
     if "megatron-slices" in on and (slices := max((edge.slices for edge in traffic.edges), default=1)) > 1:
-        parts.append(f"{slices} tensor ranks share out what crosses, where each has all of it")
+        parts.append(f"{slices} tensor ranks each send a slice of replicated activations across clusters")
     narrow = {edge.narrow for edge in traffic.edges} - {"off"}
     if narrow:
         parts.append(f"pipeline edges that cross in {narrow.pop()}")

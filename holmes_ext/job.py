@@ -85,7 +85,7 @@ def _explain(error: BaseException) -> str | None:
     try:
         return failure.explain(error)
     except Exception as trouble:
-        return f"what the error means cannot be told ({type(trouble).__name__}: {trouble})"
+        return f"this error cannot be explained ({type(trouble).__name__}: {trouble})"
 
 
 def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:

@@ -46,43 +46,43 @@ class Options:
     sizes: str = _option(
         "", "pipeline=2,tensor=1,...: the job's parallel sizes, where holmes cannot read them from the "
         "command line")
-    timeout: str = _option("300", "seconds until a rank that has not reported is named and the job ends "
-                                  "(default 300)")
+    timeout: str = _option("300", "seconds to wait for all ranks to report; then the job ends and names "
+                                  "those missing (default 300)")
     require: str = _option(
         "", "feature,...: these must be usable (see `holmes patches`), or the job ends; others are left off "
         "with a reason")
     try_: str = _option(
-        "", "feature,...: use these under a version that was not tried, at your own risk, if all that they "
-        "patch is there")
+        "", "feature,...: use these with an untested version, at your own risk, if everything they patch "
+        "exists")
     overlap: str = _option(
         "auto", "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the "
         "last backward pass runs, on the stages whose reduction would be waited for, where no checkpoint "
         "depends on it; on: on every stage, and updated weights of megatron-core's distributed optimizer "
         "travel during the next forward pass; off: as the framework does it", ("auto", "on", "off"))
     bucket: str = _option(
-        "", "megabytes of gradients that travel together (default: from the fabric's latency and rate)")
+        "", "size of a gradient bucket in megabytes (default: from the fabric's latency and rate)")
     inflight: str = _option(
-        "auto", "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core start as many "
-        "forward passes before their first backward as hide the edges between them and fit the memory; N: so "
-        "many more than 1F1B; off: the engine's own schedule, sends that block")
+        "auto", "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core run enough "
+        "forward passes before their first backward to hide the sends between stages, within memory; N: N "
+        "more than under 1F1B; off: the engine's own schedule, with blocking sends")
     passes: str = _option(
         "1f1b",
-        "1f1b (default): stages alternate forward and backward passes; auto: backward passes are in two, for"
-        " the input and for the weights, in the order with the least step that is found within the memory "
+        "1f1b (default): stages alternate forward and backward passes; auto: backward passes are split"
+        " into input and weight gradients, in the order with the shortest step found within memory "
         "(DeepSpeed's pipeline engine, torch's schedules of one stage a rank)", ("1f1b", "auto"))
     adapt: str = _option(
-        "on", "on (default): the plan is decided again while the job runs, of what its steps and messages "
-        "take, and all ranks go on with it from one step's boundary: micro-batches in flight, how "
-        "gradients are summed (GradientReducer, DeepSpeed's overlapped reduction); tell: says what it would "
-        "do; off: the plan stays", ("on", "tell", "off"))
+        "on", "on (default): re-plans while the job runs, from measured steps and messages; all ranks switch "
+        "at the same step boundary: micro-batches in flight, how gradients are summed (GradientReducer, "
+        "DeepSpeed's overlapped reduction); tell: only reports what it would change; off: the plan stays "
+        "fixed", ("on", "tell", "off"))
     apart: str = _option(
-        "off", "off (default), or N such as 2: where a data-parallel step takes N times what it would "
-        "without gradients between the clusters, they go on as joined jobs, by --holmes-outer, and come back "
-        "when the network allows it; losses differ (docs/adapt.md)")
+        "off", "off (default), or N such as 2: when a data-parallel step takes N times as long as "
+        "without gradients between the clusters, they continue as joined jobs (--holmes-outer) and merge "
+        "again when the network allows it; losses differ (docs/adapt.md)")
     restart: str = _option(
-        "tell", "tell (default): what only a restart can change is told, with what it would bring; auto: the "
-        "job does it after its next checkpoint, where torchrun --max-restarts starts it again (layers of "
-        "megatron-core's stages; --holmes-adapt on)", ("tell", "auto"))
+        "tell", "tell (default): reports changes that need a restart, and their gain; auto: the job restarts "
+        "with them after its next checkpoint, under torchrun --max-restarts (layers of megatron-core's "
+        "stages; --holmes-adapt on)", ("tell", "auto"))
     edges: str = _option(
         "off", "off (default), bf16, or int8 (a scale for each row): activations and their gradients between "
         "pipeline stages on the slow network only", ("off", "bf16", "int8"))
@@ -91,8 +91,8 @@ class Options:
         "where they are reduced in two levels", ("off", "bf16", "int8"))
     fsdp: str = _option(
         "stock",
-        "stock (default): FSDP shards over the ranks that the program says; hybrid: inside each cluster, and"
-        " gradients are summed across (more memory, told beforehand)", ("stock", "hybrid"))
+        "stock (default): FSDP shards over the ranks that the program chooses; hybrid: inside each cluster,"
+        " and gradients are summed across clusters (more memory, reported at start)", ("stock", "hybrid"))
     experts: str = _option(
         "",
         "FILE: where each expert of megatron-core's MoE layers lives, as `holmes plan --experts` placed them")
@@ -104,8 +104,8 @@ class Options:
         "", "FILE: the model as TOML, see examples/models (for speed and balanced; default: read from "
         "Megatron's flags)")
     preflight: str = _option(
-        "on", "on (default): before training every node tries its neighbours of every group over the NIC "
-        "chosen for it; off: no", ("on", "off"))
+        "on", "on (default): before training every node tests the connection to its neighbours in every "
+        "group over the group's NIC; off: skip this", ("on", "off"))
     fallback: str = _option(
         "ethernet", "ethernet (default): groups whose fast NIC does not work go over Ethernet, on all their "
         "ranks; fail: the job ends", ("ethernet", "fail"))
@@ -115,9 +115,9 @@ class Options:
     telemetry: str = _option(
         "", "DIR: where each rank writes what its steps and messages took; `holmes report DIR` shows it")
     metrics: str = _option(
-        "", "PORT (of 127.0.0.1), HOST:PORT or FILE.prom: what the steps take and how the NICs are, for "
-        "Prometheus, from one rank of each node (extra `metrics`); 0.0.0.0:PORT tells whoever reaches the "
-        "node")
+        "", "PORT (of 127.0.0.1), HOST:PORT or FILE.prom: step times and the state of the NICs, for "
+        "Prometheus, from one rank of each node (extra `metrics`); 0.0.0.0:PORT serves anyone who can reach "
+        "the node")
     watchdog: str = _option(
         "5,10", "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained "
         "in one line while it hangs (default 5,10); or off")
@@ -130,8 +130,8 @@ class Options:
         "where their `holmes join serve` is; HOLMES_JOIN_TOKEN or HOLMES_JOIN_TOKEN_FILE has its token")
     join_plain: str = _option(
         "off",
-        "on: joined jobs do not encrypt; whoever is on the way can read the weights and who joins (what is"
-        " changed on the way is noticed). off (default): TLS 1.3 between hosts (extra `join`)", ("off", "on"))
+        "on: joined jobs do not encrypt; anyone on the path can read the weights and who joins (changes on"
+        " the path are detected). off (default): TLS 1.3 between hosts (extra `join`)", ("off", "on"))
     join_certificate: str = _option(
         "", "FILE: PEM with this job's certificate, its chain and its key, of a site's CA (default: made at "
         "start, and bound to the token)")
@@ -291,7 +291,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
             rest.append(item)
             continue
         if name in seen:
-            raise HolmesError(f"{name} stands twice on the command line; give it once")
+            raise HolmesError(f"{name} is given twice on the command line; give it once")
         seen.add(name)
         if name == PREFIX:
             if equals:

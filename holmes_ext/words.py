@@ -36,7 +36,7 @@ def named_values(parts: Iterable[str], known: Iterable[str], where: str) -> dict
         if not name or not value:
             raise HolmesError(f"{where}: {part!r:.60} is not NAME=VALUE")
         if name in values:
-            raise HolmesError(f"{where}: {name} stands twice; give it once")
+            raise HolmesError(f"{where}: {name} is given twice; give it once")
         values[name] = value
     return values
 

@@ -37,7 +37,7 @@ def far_apart(tmp_path_factory):
 def changed(text):
     """(micro-batches in flight, seconds of a step then and before) of the one change that rank 0 told."""
     found = re.findall(CHANGED, text)
-    assert len(found) == 1 and "taken back" not in text, text
+    assert len(found) == 1 and "; reverted" not in text, text
     return int(found[0][0]), *map(float, found[0][1:])
 
 

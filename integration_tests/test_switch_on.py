@@ -201,7 +201,7 @@ def test_bad_plan_file(two_clusters, tmp_path, case):
 @pytest.mark.parametrize(
     "flags, parts",
     [
-        pytest.param(["--holmes"], ["--holmes stands twice"], marks=full),
+        pytest.param(["--holmes"], ["--holmes is given twice"], marks=full),
         (["--holmes-clutser=x"], ["did you mean --holmes-cluster"]),
         pytest.param(["--holmes-sizes=pipeline=3"], ["pipeline 3", "does not divide the world size 4"],
                      marks=full),

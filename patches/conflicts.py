@@ -12,7 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from holmes_ext.patches.engine.patch import installed_version
 
-#: (one, the other, what happens, what mends it), found by trying them.
+#: (one package, the other, what happens, what mends it), found by trying them.
 _FOUND = (
     (
         "deepspeed<0.14.4", "torch>=2.4",
@@ -42,8 +42,8 @@ def conflicts(version_of: Callable[[str], str | None] = installed_version) -> It
     """(which two, what happens, what mends it) of the installed versions; version_of(distribution) -> version
     or None.
     """
-    for one, other, what, mend in _FOUND:
-        names = [Requirement(text) for text in (one, other)]
+    for first, second, what, mend in _FOUND:
+        names = [Requirement(text) for text in (first, second)]
         if all(_fits(name, version_of(name.name)) for name in names):
             yield " with ".join(f"{name.name} {version_of(name.name)}" for name in names), what, mend
     for name in _STATED_BY:

@@ -51,16 +51,16 @@ def launches(
     lm_flags, lm_lacks = _megatron_lm(candidate, model, global_batch)
     lm_flags += ["--overlap-grad-reduce"] if overlap else []
     config, lacks = _ds_config(candidate, model, global_batch), _deepspeed_lacks(candidate)
-    own = {}  # read by PipelineModule's user, and by holmes to compare it with the plan
+    extra_config = {}  # read by PipelineModule's user, and by holmes to compare it with the plan
     if shape.pipeline > 1:
         interval = int(shape.recompute == "full")
-        own["pipeline"] = {"stages": shape.pipeline, "activation_checkpoint_interval": interval}
+        extra_config["pipeline"] = {"stages": shape.pipeline, "activation_checkpoint_interval": interval}
     ds_flags = ["--deepspeed_config", "ds_config.json", *holmes, "--holmes-sizes"]
     ds_flags += [f"pipeline={shape.pipeline},tensor={shape.tensor}", *overlapped]
     both = [*_megatron_deepspeed(candidate, model, global_batch), *overlapped, *holmes]
     return {
         "megatron-lm": Launch((*lm_flags, *holmes), lacks=tuple(lm_lacks)),
-        "deepspeed": Launch(tuple(ds_flags), {**config, **own}, lacks),
+        "deepspeed": Launch(tuple(ds_flags), {**config, **extra_config}, lacks),
         "megatron-deepspeed": Launch(tuple(both), config, lacks),
         "ddp": Launch(tuple(holmes), lacks=_limited(candidate, "ddp")),
         "fsdp2": _fsdp2(candidate, holmes),
@@ -113,8 +113,8 @@ def _megatron_lm(candidate: Candidate, model: Model, global_batch: int) -> tuple
         lacks.append(f"ZeRO {shape.zero} (its FSDP is another optimizer; limit zero=0,1)")
     if candidate.placement.sizes.order == PIPELINES_FIRST:
         flags.append("--use-tp-pp-dp-mapping")
-    ways = list(zip(candidate.placement.stages, candidate.reductions))
-    clusters = {len(content) for content, how in ways if how == "two-level"}
+    stages = list(zip(candidate.placement.stages, candidate.reductions))
+    clusters = {len(content) for content, how in stages if how == "two-level"}
     if clusters and shape.zero == 1 and len(clusters) == 1 and set(candidate.reductions) == {"two-level"}:
         flags += ["--num-distributed-optimizer-instances", str(clusters.pop())]
     elif clusters:
@@ -171,8 +171,8 @@ def replicas_of(candidate: Candidate) -> int:
     """Clusters over which each stage's data-parallel groups lie, in equal parts; 1 where no group crosses, 0
     where the parts or the stages differ."""
     contents = candidate.placement.stages
-    found = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
-    return found.pop() if len(found) == 1 else 0
+    counts = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
+    return counts.pop() if len(counts) == 1 else 0
 
 
 def schedule_of(candidate: Candidate) -> str:

@@ -17,11 +17,11 @@ ENGINES: dict[str, EngineTraits] = {
 
 def any_engine() -> EngineTraits:
     """Where nobody knows which it is: what any of them can, while no feature of any of them for it is off."""
-    found: dict[str, tuple[str, ...]] = {}
+    features: dict[str, tuple[str, ...]] = {}
     for ability in ABILITIES:
         needed = (name for engine in ENGINES.values() for name in engine.features.get(ability, ()))
-        found[ability] = tuple(dict.fromkeys(needed))
-    return EngineTraits(features=found)
+        features[ability] = tuple(dict.fromkeys(needed))
+    return EngineTraits(features=features)
 
 
 def engine_of(framework: str, argv: Sequence[str] = ()) -> EngineTraits:

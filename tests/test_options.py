@@ -26,8 +26,8 @@ def test_after_a_lone_dash_dash_arguments_are_the_scripts():
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--holmes", "--holmes"], "--holmes stands twice"),
-        (["--holmes-plan=a", "--holmes-plan", "b"], "--holmes-plan stands twice"),
+        (["--holmes", "--holmes"], "--holmes is given twice"),
+        (["--holmes-plan=a", "--holmes-plan", "b"], "--holmes-plan is given twice"),
         (["--holmes-clutser", "x"], "did you mean --holmes-cluster?"),
         (["--holmes-zzz"], "known: --holmes-cluster"),
         (["--holmes-plan"], "--holmes-plan needs a value"),

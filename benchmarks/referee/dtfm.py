@@ -37,8 +37,8 @@ def ask(scene: Scene, repository: Path, python: str, limit: float) -> Answer:
         answer, request = root / "answer.json", put(root / "request.json", asked(scene) | {"limit": limit})
         command = [python, PROCESS, folder.resolve(), request, answer]
         run(command, limit, root, root / "log.txt")
-        said = json.loads(answer.read_text())
-    return Answer((read(scene, said["stages"]),), said["seconds"])
+        reply = json.loads(answer.read_text())
+    return Answer((read(scene, reply["stages"]),), reply["seconds"])
 
 
 def asked(scene: Scene) -> dict:
@@ -49,13 +49,13 @@ def asked(scene: Scene) -> dict:
                if 1 < size <= min(model.layers, world // 2) and scene.batch % (world // size) == 0]
     pipeline = min(fitting, key=lambda size: abs(size - STAGES))
     view, gpus = View.of(scene, "SAILOR"), clusters_of(scene)
-    each, link = scene.site.processes, {}
-    for one in view.groups:
-        for two in view.groups:
-            (a,), (b,) = view.groups[one], view.groups[two]
-            link[a, b] = view.link(one, two)
+    processes, link = scene.site.processes, {}
+    for first in view.groups:
+        for second in view.groups:
+            (a,), (b,) = view.groups[first], view.groups[second]
+            link[a, b] = view.link(first, second)
     inside = (scene.gpu(gpus[0]).link_bps or 2400e9) / 8, 0.0
-    pairs = [[inside if i // each == j // each else link[a, b] for j, b in enumerate(gpus)]
+    pairs = [[inside if i // processes == j // processes else link[a, b] for j, b in enumerate(gpus)]
              for i, a in enumerate(gpus)]
     sent = scene.batch / (world // pipeline) * model.sequence * model.hidden * model.activation_width
     return {
@@ -74,5 +74,5 @@ def clusters_of(scene: Scene) -> list[str]:
 def read(scene: Scene, stages: list[list[int]]) -> PlannedJob:
     """stages: numbers of GPUs, those of neighbouring stages matched."""
     gpus, blocks = clusters_of(scene), uniform(scene.model.layers, len(stages))
-    own = [Stage(count, tuple((gpus[gpu],) for gpu in stage)) for count, stage in zip(blocks, stages)]
-    return PlannedJob(tuple(own), 1)
+    placed = [Stage(count, tuple((gpus[gpu],) for gpu in stage)) for count, stage in zip(blocks, stages)]
+    return PlannedJob(tuple(placed), 1)

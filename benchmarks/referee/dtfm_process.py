@@ -27,24 +27,24 @@ def main():
                                                          (request["delay_ms"], request["rate_gbps"]))
     random.seed(0)
     numpy.random.seed(0)
-    every = list(range(scheduler.num_devices))
+    devices = list(range(scheduler.num_devices))
 
     def searched(trials):
         begin = time.process_time()
-        found = scheduler.GCMA(every, population_size=100, trails=trials, mode="default")
-        return found, time.process_time() - begin
+        outcome = scheduler.GCMA(devices, population_size=100, trails=trials, mode="default")
+        return outcome, time.process_time() - begin
 
     _, probe_s = searched(PROBE)
     trials = max(PROBE, min(TRIALS, int(PART * request["limit"] / probe_s * PROBE)))
-    (found, costs, _), seconds = searched(trials)
-    best, size = found[int(numpy.argmin(costs))], scheduler.partition_size
-    groups = [[int(one) for one in best[at : at + size]] for at in range(0, len(best), size)]
+    (population, costs, _), seconds = searched(trials)
+    best, size = population[int(numpy.argmin(costs))], scheduler.partition_size
+    groups = [[int(gpu) for gpu in best[at : at + size]] for at in range(0, len(best), size)]
     data = float(scheduler.compute_data_parallel_cost(groups))
     pipeline, path, match = scheduler.compute_pipeline_parallel_cost(groups)
     stages = scheduler.get_pipelines(groups, path, match).tolist()
-    said = {"stages": stages, "cost": data + 2 * float(pipeline), "trials": trials,
-            "seconds": seconds + probe_s}
-    Path(sys.argv[3]).write_text(json.dumps(said))
+    answer = {"stages": stages, "cost": data + 2 * float(pipeline), "trials": trials,
+              "seconds": seconds + probe_s}
+    Path(sys.argv[3]).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

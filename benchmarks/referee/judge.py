@@ -79,8 +79,8 @@ def candidate(scene: Scene, grid: Grid) -> tuple[SearchResult, Candidate]:
 
 def judged(scene: Scene, grid: Grid) -> Verdict:
     """HolmesError: the engine cannot start the plan."""
-    _, one = candidate(scene, grid)
-    return Verdict(one.step_s, one.fits)
+    _, simulated = candidate(scene, grid)
+    return Verdict(simulated.step_s, simulated.fits)
 
 
 def grid_of(note: Mapping[str, Any]) -> Grid:
@@ -94,12 +94,12 @@ def holmes_plan(scene: Scene, seconds: float) -> tuple[Grid, float, float]:
     """(what `holmes plan --rows 1` finds: one plan, no table; CPU seconds of its search, gap of its
     certificate)."""
     begin, until = sum(os.times()[:4]), time.monotonic() + seconds
-    found = best_use(search(asked(scene), seconds, rows=1, prove=False), scene.spec, until, rows=1)
-    spent, best = sum(os.times()[:4]) - begin, found.best
-    nodes, shape = found.network.nodes(best.placement), best.shape
+    result = best_use(search(asked(scene), seconds, rows=1, prove=False), scene.spec, until, rows=1)
+    spent, best = sum(os.times()[:4]) - begin, result.best
+    nodes, shape = result.network.nodes(best.placement), best.shape
     grid = Grid(best.placement.sizes, nodes, best.split, shape.micro_batch, best.step_s)
-    assert found.certificate is not None
-    return grid, spent, found.certificate.gap
+    assert result.certificate is not None
+    return grid, spent, result.certificate.gap
 
 
 def typed(scene: Scene) -> Grid:
@@ -123,8 +123,8 @@ def typed(scene: Scene) -> Grid:
 def _sizes(scene: Scene) -> Iterator[Sizes]:
     """The fewest ranks of a model first, tensor before pipeline."""
     world, tensors = scene.site.world_size, [1] if scene.run == LAB else divisors(scene.site.processes)
-    every = [(pipeline, tensor) for tensor in tensors for pipeline in divisors(world // tensor)]
-    for pipeline, tensor in sorted(every, key=lambda one: (one[0] * one[1], one[0])):
+    pairs = [(pipeline, tensor) for tensor in tensors for pipeline in divisors(world // tensor)]
+    for pipeline, tensor in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0])):
         data = world // pipeline // tensor
         if pipeline <= scene.model.layers and scene.batch % data == 0 and scene.model.heads % tensor == 0:
             yield Sizes(pipeline, tensor, data=data)
@@ -133,11 +133,11 @@ def _sizes(scene: Scene) -> Iterator[Sizes]:
 def random_plans(scene: Scene, count: int, seed: int = 0) -> list[Grid]:
     """Sizes, order of nodes, layers and micro-batch by the dice."""
     dice, sizes = random.Random(f"{scene.name} {seed}"), list(_sizes(scene))
-    nodes, found = [node.name for node in scene.site.nodes], []
-    while len(found) < count:
-        one = dice.choice(sizes)
-        parts = [size for size in MICRO_BATCHES if scene.batch // one.data % size == 0]
-        borders = sorted(dice.sample(range(1, scene.model.layers), one.pipeline - 1))
+    nodes, grids = [node.name for node in scene.site.nodes], []
+    while len(grids) < count:
+        chosen = dice.choice(sizes)
+        parts = [size for size in MICRO_BATCHES if scene.batch // chosen.data % size == 0]
+        borders = sorted(dice.sample(range(1, scene.model.layers), chosen.pipeline - 1))
         split = tuple(high - low for low, high in zip([0, *borders], [*borders, scene.model.layers]))
-        found.append(Grid(one, tuple(dice.sample(nodes, len(nodes))), split, dice.choice(parts)))
-    return found
+        grids.append(Grid(chosen, tuple(dice.sample(nodes, len(nodes))), split, dice.choice(parts)))
+    return grids

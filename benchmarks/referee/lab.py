@@ -44,11 +44,11 @@ def run(scene: Scene, grid: Grid) -> Run:
     """HolmesError: the job did not start or ended with an error."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        result, one = candidate(scene, grid)
+        result, simulated = candidate(scene, grid)
         cluster, plan, config = folder / "cluster.toml", folder / "plan.json", folder / "ds_config.json"
         cluster.write_text(scene.text)
-        plan_of(result, one).save(str(plan))
-        launch = launches(one, scene.model, scene.batch, True, str(cluster), str(plan))["deepspeed"]
+        plan_of(result, simulated).save(str(plan))
+        launch = launches(simulated, scene.model, scene.batch, True, str(cluster), str(plan))["deepspeed"]
         if launch.lacks:
             raise HolmesError(f"DeepSpeed cannot: {', '.join(launch.lacks)}")
         config.write_text(json.dumps(launch.config))

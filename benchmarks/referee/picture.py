@@ -28,7 +28,7 @@ def draw(rows: Sequence[Row], notes: Mapping[str, Mapping], metric: str, planner
         values = of[name]
         axes.plot(values, [at] * len(values), "o", alpha=0.5, color="tab:blue", markersize=6)
         axes.plot([statistics.median(values)], [at], "|", color="black", markersize=16, markeredgewidth=2)
-    asked = {name: sum(name in own for own in notes.values()) for name in shown}
+    asked = {name: sum(name in scene_notes for scene_notes in notes.values()) for name in shown}
     axes.set_yticks(range(len(shown)), [f"{name}  ({len(of[name])} of {asked[name]})" for name in shown])
     axes.set_xscale("symlog", linthresh=1.0)
     axes.set_xlim(left=-0.2)

@@ -52,7 +52,7 @@ class PlannedJob:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PlannedJob:
-        stages = [Stage(one["blocks"], tuple(map(tuple, one["replicas"]))) for one in document["stages"]]
+        stages = [Stage(item["blocks"], tuple(map(tuple, item["replicas"]))) for item in document["stages"]]
         return cls(tuple(stages), document["micro_batch"], document["predicted_s"])
 
 
@@ -107,8 +107,8 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
 
 
 def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str, ...]:
-    """Nodes in the order of the plan's GPUs, so many as these fill: of every node's worth of GPUs the cluster
-    that most of them are of and that has a node left."""
+    """As many nodes as the plan's GPUs fill, in their order: for each node's worth of GPUs, a node of the
+    cluster that most of them are in, among the clusters that have a node left."""
     free = {name: [node.name for node in site.nodes if node.cluster == name] for name in site.clusters}
     gpus = [cluster for stage in plan.stages for cluster in stage.gpus]
     if strangers := set(gpus) - set(free):
@@ -136,13 +136,13 @@ def shared_out(weights: Sequence[float], blocks: int) -> tuple[int, ...]:
     """Blocks by weight, at least one each, their sum as given."""
     total = sum(weights) or 1.0
     exact = [weight * blocks / total for weight in weights]
-    found = [max(1, int(share)) for share in exact]
-    while sum(found) < blocks:
-        found[max(range(len(found)), key=lambda at: exact[at] - found[at])] += 1
-    while sum(found) > blocks:
-        found[min((at for at in range(len(found)) if found[at] > 1),
-                  key=lambda at: exact[at] - found[at])] -= 1
-    return tuple(found)
+    split = [max(1, int(share)) for share in exact]
+    while sum(split) < blocks:
+        split[max(range(len(split)), key=lambda at: exact[at] - split[at])] += 1
+    while sum(split) > blocks:
+        split[min((at for at in range(len(split)) if split[at] > 1),
+                  key=lambda at: exact[at] - split[at])] -= 1
+    return tuple(split)
 
 
 def _resampled(values: Sequence[int], count: int) -> list[float]:

@@ -64,36 +64,36 @@ def ask(scene: Scene, planner: str, sailor: Path, python: str, limit: float) -> 
         run(command, limit, root, log)
         if not answer.exists():
             raise HolmesError(f"its process ended with: {last_line(log)}")
-        said = json.loads(answer.read_text())
-    if "error" in said:
-        raise HolmesError(said["error"])
-    plans = tuple(read(view, planner, said["plans"]))
+        reply = json.loads(answer.read_text())
+    if "error" in reply:
+        raise HolmesError(reply["error"])
+    plans = tuple(read(view, planner, reply["plans"]))
     if not plans:
         raise HolmesError("it found no plan")
-    return Answer(plans, said["seconds"])
+    return Answer(plans, reply["seconds"])
 
 
 def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[str, Any]:
     """The files, beside a copy of the code; what the process is asked."""
-    source, own = sailor / "sailor", root / "sailor" / "sailor"
+    source, copy = sailor / "sailor", root / "sailor" / "sailor"
     if not (source / "Planner").is_dir():
         raise HolmesError(f"--sailor {sailor}: no sailor/Planner there; {HOW}")
     unread = shutil.ignore_patterns("profiles", "validation", "aceso_validation*", "*.csv", "*.png", ".git",
                                     "runtime")
     for name in CODE:
         if (source / name).is_dir():
-            shutil.copytree(source / name, own / name, ignore=unread)
+            shutil.copytree(source / name, copy / name, ignore=unread)
         elif (source / name).exists():
-            own.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source / name, own / name)
-    put(own / "providers/multizone_bandwidths_het.json", files.network(view))
-    put(own / "providers/intra_node_bandwidths.json", files.inside(view))
-    put(own / "providers/gcp/communication_cost.json",
+            copy.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, copy / name)
+    put(copy / "providers/multizone_bandwidths_het.json", files.network(view))
+    put(copy / "providers/intra_node_bandwidths.json", files.inside(view))
+    put(copy / "providers/gcp/communication_cost.json",
         {a: dict.fromkeys(files.ZONES, 0.0) for a in files.ZONES})
-    put(own / "Planner/llm_info.json", files.memory_info(view))
+    put(copy / "Planner/llm_info.json", files.memory_info(view))
     put(root / "training.json", files.training(view))
-    every = {gpu: dict.fromkeys(files.ZONES, view.scene.site.world_size) for gpu in view.gpus}
-    put(root / "quotas.json", every)
+    quotas = {gpu: dict.fromkeys(files.ZONES, view.scene.site.world_size) for gpu in view.gpus}
+    put(root / "quotas.json", quotas)
     memory = {gpu: ceil(view.memory(gpu) / 2**30) for gpu in view.gpus}
     path = str(profile(view, planner, root / "profile"))
     return {"planner": planner, "root": str(root), "profile": path + "/" * (planner == "SAILOR"),
@@ -103,28 +103,28 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
 
 def profile(view: files.View, planner: str, folder: Path) -> Path:
     """The planner's own profile; its path."""
-    one = folder / "profile.json"
+    file = folder / "profile.json"
     if planner in ("Varuna", "Piper", "FlashFlex"):
         make = {"Varuna": files.varuna, "Piper": files.piper, "FlashFlex": files.flashflex}[planner]
-        return put(one, make(view))
+        return put(file, make(view))
     if planner == "Galvatron":
         for name, content in files.galvatron(view).items():
             put(folder / name, content)
         return folder
     if planner in ("DTFM", "Atlas"):
-        return put(one, {files.MODEL: {gpu: files.seconds(view, gpu) for gpu in view.gpus}})
+        return put(file, {files.MODEL: {gpu: files.seconds(view, gpu) for gpu in view.gpus}})
     for gpu in files.GPUS if planner == "Metis" else view.gpus:
-        own = folder / gpu
+        gpu_folder = folder / gpu
         if planner == "SAILOR":
-            put(own / "profile.json", files.seconds(view, gpu))
+            put(gpu_folder / "profile.json", files.seconds(view, gpu))
         for tensor in view.tensors:
             if planner == "AMP":
-                own.mkdir(parents=True, exist_ok=True)
-                np.save(own / f"profile_{tensor}.npy",
+                gpu_folder.mkdir(parents=True, exist_ok=True)
+                np.save(gpu_folder / f"profile_{tensor}.npy",
                         [row["forward"] for row in view.layers(gpu, tensor, 1)])
             for size in files.MICRO_BATCHES if planner == "Metis" else ():
                 known = gpu if gpu in view.gpus else next(iter(view.gpus))
-                put(own / f"mbs{size}_tmp{tensor}.json", files.metis(view, known, tensor, size))
+                put(gpu_folder / f"mbs{size}_tmp{tensor}.json", files.metis(view, known, tensor, size))
     return folder
 
 
@@ -150,8 +150,8 @@ def read(view: files.View, planner: str, plans: list[Mapping[str, Any]]) -> Iter
 def _even(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]:
     """Of Varuna and Galvatron: three sizes, layers even with the embedding and the output among them."""
     clusters = _Clusters(view)
-    every = view.scene.model.layers + 2
-    borders = [round(at * every / plan["P"]) for at in range(plan["P"] + 1)]
+    layers = view.scene.model.layers + 2
+    borders = [round(at * layers / plan["P"]) for at in range(plan["P"] + 1)]
     key = next(iter(view.groups))
     return tuple(Stage(_blocks(view, range(low, high)), tuple(
         tuple(clusters.take(key) for _ in range(plan["T"])) for _ in range(plan["D"])))
@@ -162,16 +162,16 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
     """Of one pipeline whose stages have replicas, or of several (FlashFlex): those of equal number are
     replicas of one; of others the first has its stages' layers."""
     first, clusters = pipelines[0], _Clusters(view)
-    found: list[list[tuple[str, ...]]] = [[] for _ in first["layers_per_stage"]]
+    stages: list[list[tuple[str, ...]]] = [[] for _ in first["layers_per_stage"]]
     for pipeline in pipelines:
         count = len(pipeline["layers_per_stage"])
         for at, replicas in enumerate(pipeline["tmp_per_stage"]):
             for nodes, tensor in replicas:
                 keys = [(node[0], node[2]) for node in nodes]
-                each = [keys[min(index * len(keys) // tensor, len(keys) - 1)] for index in range(tensor)]
-                found[at * len(found) // count].append(tuple(clusters.take(key) for key in each))
+                gpu_keys = [keys[min(index * len(keys) // tensor, len(keys) - 1)] for index in range(tensor)]
+                stages[at * len(stages) // count].append(tuple(clusters.take(key) for key in gpu_keys))
     blocks = [_blocks(view, layers) for layers in first["layers_per_stage"]]
-    return tuple(Stage(one, tuple(own)) for one, own in zip(blocks, found))
+    return tuple(Stage(stage_blocks, tuple(stage)) for stage_blocks, stage in zip(blocks, stages))
 
 
 def _blocks(view: files.View, layers: Any) -> int:
@@ -184,10 +184,10 @@ class _Clusters:
 
     def __init__(self, view: files.View):
         self.view = view
-        each = view.scene.site.processes
+        processes = view.scene.site.processes
         self.left = {key: [node.cluster for name in names for node in view.scene.site.nodes
                            if node.cluster == name
-                           for _ in range(each)] for key, names in view.groups.items()}
+                           for _ in range(processes)] for key, names in view.groups.items()}
 
     def take(self, key: tuple[str, str]) -> str:
         if not self.left.get(key):

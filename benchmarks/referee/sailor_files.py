@@ -62,16 +62,16 @@ class View:
         """Nodes."""
         return sum(node.cluster in self.groups[key] for node in self.scene.site.nodes)
 
-    def link(self, one: tuple[str, str], two: tuple[str, str]) -> tuple[float, float]:
+    def link(self, first: tuple[str, str], second: tuple[str, str]) -> tuple[float, float]:
         """(bytes/s, seconds of latency) of the slowest pair of nodes of two groups."""
-        pairs = [self._pair(a, b) for a in self.groups[one] for b in self.groups[two]]
+        pairs = [self._pair(a, b) for a in self.groups[first] for b in self.groups[second]]
         return min(rate for rate, _ in pairs) / 8, max(latency for _, latency in pairs)
 
-    def _pair(self, one: str, two: str) -> tuple[float, float]:
+    def _pair(self, first: str, second: str) -> tuple[float, float]:
         site = self.scene.site
-        first = {node.cluster: node.name for node in reversed(site.nodes)}
-        fabric = site.shared_fabric([first[one], first[two]])
-        hops = site.wan.hops(one, two) if one != two and fabric.name == ETHERNET else ()
+        node_in = {node.cluster: node.name for node in reversed(site.nodes)}
+        fabric = site.shared_fabric([node_in[first], node_in[second]])
+        hops = site.wan.hops(first, second) if first != second and fabric.name == ETHERNET else ()
         if not hops:
             return fabric.rate_bps, fabric.latency_s
         return min(fabric.rate_bps, *(hop.rate_bps for hop in hops)), sum(hop.latency_s for hop in hops)
@@ -87,15 +87,15 @@ class View:
     def layers(self, gpu: str, tensor: int, micro_batch: int) -> list[Json]:
         """Of embedding, blocks and output on one of `tensor` ranks: seconds forward and backward, sums of its
         tensor group included; bytes of parameters, of what is kept, of what is sent on."""
-        own, found = self.gpus[gpu], []
+        spec, rows = self.gpus[gpu], []
         for layer in replace(self.scene.model, micro_batch=micro_batch).costs(tensor):
-            sums = layer.tensor_bytes * 16 * (tensor - 1) / tensor / own.link_bps if own.link_bps else 0.0
-            found.append({
-                "forward": layer.forward_flops / own.flops + sums / 2,
-                "backward": layer.backward_flops / own.flops + sums / 2, "parameters": layer.parameters,
+            sums = layer.tensor_bytes * 16 * (tensor - 1) / tensor / spec.link_bps if spec.link_bps else 0.0
+            rows.append({
+                "forward": layer.forward_flops / spec.flops + sums / 2,
+                "backward": layer.backward_flops / spec.flops + sums / 2, "parameters": layer.parameters,
                 "kept": layer.kept_bytes, "sent": layer.activation_bytes,
             })
-        return found
+        return rows
 
 
 def polynomial(rate: float, latency: float, least: float, most: float) -> list[float]:
@@ -115,28 +115,28 @@ def network(view: View) -> Json:
     block = view.layers(GPUS[0], 1, 1)[1]
     sizes = block["sent"] / 64, max(4 * view.scene.model.parameters, 2 * block["sent"])
     counts = [str(count) for count in sorted({*view.tensors, view.scene.site.processes})]
-    found: Json = {}
+    table: Json = {}
     zones = {zone: (gpu, zone) for gpu, zone in reversed(view.groups)}
-    every = [(gpu, zone) for zone in zones for gpu in view.gpus]  # its code looks for each kind in each zone
-    for one in every:
-        for two in every:
-            here, there = (key if key in view.groups else zones[key[1]] for key in (one, two))
-            rate, latency = view.link(here, there)
+    keys = [(gpu, zone) for zone in zones for gpu in view.gpus]  # its code looks for each kind in each zone
+    for source in keys:
+        for target in keys:
+            sender, receiver = (key if key in view.groups else zones[key[1]] for key in (source, target))
+            rate, latency = view.link(sender, receiver)
             value = [polynomial(rate, latency, *sizes), rate]
             for out in counts:
-                to = found.setdefault(one[1], {}).setdefault(one[0], {}).setdefault(out, {})
-                to.setdefault(two[1], {})[two[0]] = dict.fromkeys(counts, value)
-    return found
+                to = table.setdefault(source[1], {}).setdefault(source[0], {}).setdefault(out, {})
+                to.setdefault(target[1], {})[target[0]] = dict.fromkeys(counts, value)
+    return table
 
 
 def inside(view: View) -> Json:
     """providers/intra_node_bandwidths.json"""
-    found = {}
+    table = {}
     for name, gpu in view.gpus.items():
         rate = (gpu.link_bps or 2400e9) / 8
         sizes = range(2, max(2, view.scene.site.processes) + 1)
-        found[name] = {str(size): [[0.0, 0.0, rate / 1e9], rate] for size in sizes}
-    return found
+        table[name] = {str(size): [[0.0, 0.0, rate / 1e9], rate] for size in sizes}
+    return table
 
 
 def memory_info(view: View) -> Json:
@@ -157,13 +157,13 @@ def memory_info(view: View) -> Json:
 def seconds(view: View, gpu: str) -> Json:
     """Sailor's profile.json of a GPU: micro-batch -> tensor size -> layer -> seconds forward, backward,
     update."""
-    found: Json = {}
+    table: Json = {}
     for tensor in view.tensors:
         for size in MICRO_BATCHES:
-            rows = {str(at): [one["forward"], one["backward"], 0.0]
-                    for at, one in enumerate(view.layers(gpu, tensor, size))}
-            found.setdefault(str(size), {})[str(tensor)] = rows
-    return found
+            rows = {str(at): [layer["forward"], layer["backward"], 0.0]
+                    for at, layer in enumerate(view.layers(gpu, tensor, size))}
+            table.setdefault(str(size), {})[str(tensor)] = rows
+    return table
 
 
 def varuna(view: View) -> Json:
@@ -171,9 +171,10 @@ def varuna(view: View) -> Json:
     state = view.scene.model.state_bytes
     tables = {size: view.layers(GPUS[0], 1, size) for size in MICRO_BATCHES}
     return {str(at): {str(size): {
-        "forward": one["forward"], "backward": one["backward"], "params_bytes": int(4 * one["parameters"]),
-        "mem_required": one["parameters"] * state + one["kept"], "output_activation": one["sent"],
-    } for size, table in tables.items() for one in [table[at]]} for at in range(len(tables[1]))}
+        "forward": layer["forward"], "backward": layer["backward"],
+        "params_bytes": int(4 * layer["parameters"]),
+        "mem_required": layer["parameters"] * state + layer["kept"], "output_activation": layer["sent"],
+    } for size, table in tables.items() for layer in [table[at]]} for at in range(len(tables[1]))}
 
 
 def piper(view: View) -> Json:
@@ -185,11 +186,11 @@ def piper(view: View) -> Json:
 
     def node(at: int) -> Json:
         options = {str(tensor): [{
-            "id": "vanilla", "timePerSample": one["forward"] + one["backward"],
-            "parameterSize": 4 * one["parameters"],
-            "memoryUsageA": one["kept"], "memoryUsageB": one["parameters"] * view.scene.model.state_bytes,
+            "id": "vanilla", "timePerSample": layer["forward"] + layer["backward"],
+            "parameterSize": 4 * layer["parameters"],
+            "memoryUsageA": layer["kept"], "memoryUsageB": layer["parameters"] * view.scene.model.state_bytes,
             "syncTimeFw": {str(at - 1): 0} if at else {}, "syncTimeBw": {str(at + 1): 0} if at < last else {},
-        }] for tensor, table in tables.items() for one in [table[at]]}
+        }] for tensor, table in tables.items() for layer in [table[at]]}
         return {"id": at, "name": names[at], "TMPCs": options}
 
     edges = [{"sourceId": at, "destId": at + 1, "communicationCost": tables[1][at]["sent"]}
@@ -201,13 +202,13 @@ def piper(view: View) -> Json:
 def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
     """mbsM_tmpT.json: milliseconds and MiB."""
     rows, whole = view.layers(gpu, tensor, micro_batch), view.layers(gpu, 1, 1)
-    times = [1000 * (one["forward"] + one["backward"]) for one in rows]
-    memory = [(one["parameters"] * view.scene.model.state_bytes + one["kept"]) / MIB for one in rows]
-    parameters = [4 * one["parameters"] for one in whole]
+    times = [1000 * (layer["forward"] + layer["backward"]) for layer in rows]
+    memory = [(layer["parameters"] * view.scene.model.state_bytes + layer["kept"]) / MIB for layer in rows]
+    parameters = [4 * layer["parameters"] for layer in whole]
     return {
         "model": {"model_name": MODEL, "num_layers": len(rows), "parameters": {
             "total_parameters_bytes": sum(parameters), "parameters_per_layer_bytes": parameters,
-            "activation_parameters_bytes": [one["sent"] for one in whole]}},
+            "activation_parameters_bytes": [layer["sent"] for layer in whole]}},
         "execution_time": {"total_time_ms": sum(times), "forward_backward_time_ms": sum(times),
                            "batch_generator_time_ms": 0.0, "optimizer_time_ms": 0.0,
                            "layer_compute_total_ms": times},
@@ -223,7 +224,8 @@ def galvatron(view: View) -> dict[str, Json]:
     kept = {str(size): view.layers(GPUS[0], size, 1)[1]["kept"] / MIB for size in (1, 2, 4, 8)}
 
     def other(*layers: Json) -> Json:
-        return {"model_states": sum(one["parameters"] for one in layers) * state / MIB, "activation": 0.0}
+        parameters = sum(layer["parameters"] for layer in layers)
+        return {"model_states": parameters * state / MIB, "activation": 0.0}
 
     hardware: Json = {"overlap_coe": 1.0}
     for size in range(2, world + 1):
@@ -262,21 +264,21 @@ def training(view: View) -> Json:
 
 def cluster(view: View, planner: str) -> Json:
     """The cluster_config that Sailor's simulator hands to this planner."""
-    each, keys = view.scene.site.processes, list(view.groups)
+    processes, keys = view.scene.site.processes, list(view.groups)
     gpu, zone = keys[0]
-    one = {"gpus_per_node": each, "mem_per_gpu": view.memory(gpu)}
+    per_node = {"gpus_per_node": processes, "mem_per_gpu": view.memory(gpu)}
     if planner in FLAT:
-        return {"gpu_type": gpu, "num_nodes": view.count(keys[0]), "zone": zone, **one}
+        return {"gpu_type": gpu, "num_nodes": view.count(keys[0]), "zone": zone, **per_node}
     if planner in KINDS:
-        kinds = {key[0]: {"num_nodes": view.count(key), "gpus_per_node": each,
+        kinds = {key[0]: {"num_nodes": view.count(key), "gpus_per_node": processes,
                           "mem_per_gpu": view.memory(key[0])}
                  for key in keys}
         return {**kinds, "zone": zone}
-    counts: Json = {f"{key[0]}_{key[1]}": view.count(key) * each for key in keys}
+    counts: Json = {f"{key[0]}_{key[1]}": view.count(key) * processes for key in keys}
     if planner == "SAILOR":
         return {**counts, "max_cost": 0.0, "min_throughput": 0.0}
     if planner == "DTFM":
-        return {**counts, "gpu_types": list(view.gpus), "gpus_per_node": dict.fromkeys(view.gpus, each)}
+        return {**counts, "gpu_types": list(view.gpus), "gpus_per_node": dict.fromkeys(view.gpus, processes)}
     # Atlas knows one kind of GPU
     alike = {name: count for name, count in counts.items() if name.startswith(gpu)}
-    return {**alike, "gpus_per_node": each, "gpu_type": gpu}
+    return {**alike, "gpus_per_node": processes, "gpu_type": gpu}

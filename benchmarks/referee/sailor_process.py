@@ -40,15 +40,15 @@ def main():
         begin = cpu_s()
         plans = planner.get_sorted_plans(cluster_config=request["cluster"],
                                          training_config=request["training"])
-        said = {"plans": list(plans)[:PLANS], "count": len(plans), "seconds": cpu_s() - begin}
+        reply = {"plans": list(plans)[:PLANS], "count": len(plans), "seconds": cpu_s() - begin}
     except Exception as error:  # an unknown program's: told as its row's reason
         import traceback
 
         traceback.print_exc()
-        said = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         if cpu_s() >= request["limit"]:  # of a program that it starts: that one was ended
-            said = {"error": f"no plan within {request['limit']:g} CPU s"}
-    answer.write_text(json.dumps(said, default=plain))
+            reply = {"error": f"no plan within {request['limit']:g} CPU s"}
+    answer.write_text(json.dumps(reply, default=plain))
 
 
 def cpu_s():

@@ -49,24 +49,24 @@ class Scene:
     def gpu_kinds(self) -> tuple[Gpu, ...]:
         """Without their links: those that differ in what they compute and hold, the fastest first."""
         kinds = {replace(self.gpu(name), link_bps=0.0) for name in self.site.clusters}
-        return tuple(sorted(kinds, key=lambda one: -one.flops))
+        return tuple(sorted(kinds, key=lambda gpu: -gpu.flops))
 
 
 def load_scenes(path: Path = FILE) -> dict[str, Scene]:
     """By name, in the file's order; HolmesError names the file and the key."""
-    top, found = load_toml(path, "name a file of scenes such as benchmarks/referee/scenes.toml"), {}
+    top, loaded = load_toml(path, "name a file of scenes such as benchmarks/referee/scenes.toml"), {}
     sites, scenes = top.table("site"), top.table("scene")
     models = top.table("model")
     for name in list(scenes.values):
         table = scenes.table(name)
-        own, batch = table.take("model", str), table.take("batch", int)
+        model_name, batch = table.take("model", str), table.take("batch", int)
         site = table.take("site", str)
         text = sites.take(site, str)
         spec = parse_spec(text, f"{path.name}, site {site}")
-        model = _model(models.table(own).values, own, batch)
-        found[name] = Scene(name, text, spec, on_clusters(model, spec), batch, table.take("run", str))
+        model = _model(models.table(model_name).values, model_name, batch)
+        loaded[name] = Scene(name, text, spec, on_clusters(model, spec), batch, table.take("run", str))
         table.done()
-    return found
+    return loaded
 
 
 def _model(values: dict, name: str, batch: int) -> Model:

@@ -54,8 +54,8 @@ class Table:
 
     def late(self, scenes: Iterable[str], planner: str, limit: float) -> int:
         """How many of the scenes it found nothing for in so much time."""
-        own = [self.notes.get(scene, {}).get(planner, {}) for scene in scenes]
-        return sum(note.get(NONE, "").startswith(LATE) and note["limit"] >= limit for note in own)
+        notes = [self.notes.get(scene, {}).get(planner, {}) for scene in scenes]
+        return sum(note.get(NONE, "").startswith(LATE) and note["limit"] >= limit for note in notes)
 
     def row(self, scene: str, planner: str, metric: str) -> Row | None:
         asked = scene, f"{planner}: {metric}"
@@ -80,42 +80,42 @@ class Table:
 def regrets(table: Table, scenes: list[str]) -> None:
     """Of the simulated steps, and of measured ones where there are some; the best is that of all planners."""
     for scene in scenes:
-        for metric, told in ((STEP, REGRET), (MEASURED, f"{REGRET}, measured")):
+        for metric, regret in ((STEP, REGRET), (MEASURED, f"{REGRET}, measured")):
             steps = {name: table.value(scene, name, metric) for name in table.notes.get(scene, {})}
             known = {name: step for name, step in steps.items() if step is not None}
             best = min(known.values(), default=inf)
             for name, step in known.items():
-                table.add(scene, name, told, [step / best - 1], "fraction", metric == MEASURED)
+                table.add(scene, name, regret, [step / best - 1], "fraction", metric == MEASURED)
 
 
 def over_scenes(table: Table, scenes: list[str]) -> list[Row]:
     """Of each planner the medians over the scenes in which it has a plan; then what `holmes plan` must
     reach."""
-    found = []
+    rows = []
     for planner in PLANNERS:
         asked = [scene for scene in scenes if planner in table.notes[scene]]
         planned = [scene for scene in asked if NONE not in table.notes[scene][planner]]
         if asked:
             what = f"{planner}: scenes with a plan that starts and fits, of {len(asked)}"
-            found.append(Row.median("all", what, [len(planned)], "", False))
+            rows.append(Row.median("all", what, [len(planned)], "", False))
         for metric, unit in ((REGRET, "fraction"), (SEARCH, "s")):
             values = [table.value(scene, planner, metric) for scene in planned]
             if known := [value for value in values if value is not None]:
-                found.append(Row.median("all", f"{planner}: {metric}", known, unit, False))
-        for told, true, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
-            pairs = [(table.value(scene, planner, told), table.value(scene, planner, true))
+                rows.append(Row.median("all", f"{planner}: {metric}", known, unit, False))
+        for predicted, actual, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
+            pairs = [(table.value(scene, planner, predicted), table.value(scene, planner, actual))
                      for scene in planned]
-            if errors := [said / step - 1 for said, step in pairs if said and step]:
-                row = Row.median("all", f"{planner}: {what}", errors, "fraction", true == MEASURED)
-                found.append(row)
-    return found + targets(table, scenes)
+            if errors := [prediction / step - 1 for prediction, step in pairs if prediction and step]:
+                row = Row.median("all", f"{planner}: {what}", errors, "fraction", actual == MEASURED)
+                rows.append(row)
+    return rows + targets(table, scenes)
 
 
 def targets(table: Table, scenes: list[str]) -> list[Row]:
     """What `holmes plan` must reach, once the planners of the field were asked on all scenes."""
-    field, found = {*sailor.PLANNERS, dtfm.NAME}, []
+    field, rows = {*sailor.PLANNERS, dtfm.NAME}, []
     if not all(field & {*table.notes.get(scene, {})} for scene in load_scenes()):
-        return found
+        return rows
     ours, others, regret, ratios, near = [], [], [], [], []
     for scene in scenes:
         steps = {name: table.value(scene, name, STEP) for name in table.notes[scene]}
@@ -136,16 +136,16 @@ def targets(table: Table, scenes: list[str]) -> list[Row]:
         (ours, f"{OURS}: error of its prediction against the lab", ("<= 0.03", "<= 0.1"), True),
         (others, "plans of others: error of our prediction against the lab", ("<= 0.03", "<= 0.1"), True),
     ):
-        for told, value, limit in (("median", statistics.median, limits[0]), ("worst", max, limits[1])):
+        for label, summarize, limit in (("median", statistics.median, limits[0]), ("worst", max, limits[1])):
             if values:
-                own = value(values), "fraction", (min(values), max(values)), emulated, limit
-                found.append(Row.of("all", f"{what}, {told}", *own))
+                figures = summarize(values), "fraction", (min(values), max(values)), emulated, limit
+                rows.append(Row.of("all", f"{what}, {label}", *figures))
     if ratios:
         what = f"{OURS}: seconds of search, times those of the best of the field"
-        found.append(Row.median("all", what, ratios, "x", False, "<= 0.2"))
+        rows.append(Row.median("all", what, ratios, "x", False, "<= 0.2"))
         where = f"within {NEAR:.0%} of the best plan"
         what = f"the field: scenes with a plan {where}, of {len(ratios)}"
-        found.append(Row.median("all", what, [len(near)], "", False))
+        rows.append(Row.median("all", what, [len(near)], "", False))
         what = f"{OURS}: there, seconds of search, times those of the fastest of the field {where}"
-        found.append(Row.median("all", what, near, "x", False))
-    return found
+        rows.append(Row.median("all", what, near, "x", False))
+    return rows

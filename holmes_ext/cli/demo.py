@@ -129,24 +129,25 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
         "ratio_to_bound": bound.median / holmes.median,
         "stock_to_bound": bound.median / stock.median,
         "max_loss_difference": max_loss_difference(stock, holmes),
-        "step_seconds": {name: {"median": one.median, "spread": one.spread} for name, one in series.items()},
-        "tokens_per_second": {name: TOKENS / one.median for name, one in series.items()},
-        "final_loss": {name: one.losses[-1] for name, one in series.items()},
-        "bytes_sent_each_step": {name: one.sent for name, one in series.items()},
-        "emulated": all(one.emulated for one in series.values()),
-        "realtime": all(variant.realtime for variant in series.values()),
+        "step_seconds": {name: {"median": runs.median, "spread": runs.spread}
+                         for name, runs in series.items()},
+        "tokens_per_second": {name: TOKENS / runs.median for name, runs in series.items()},
+        "final_loss": {name: runs.losses[-1] for name, runs in series.items()},
+        "bytes_sent_each_step": {name: runs.sent for name, runs in series.items()},
+        "emulated": all(runs.emulated for runs in series.values()),
+        "realtime": all(runs.realtime for runs in series.values()),
     }
 
 
 def _rows(series: dict[str, Series]) -> list[list[str]]:
     stock, bound = series["stock"].median, series["all-RDMA"].median
     rows = []
-    for name, variant in series.items():
-        low, high = variant.spread
-        slow, fast = variant.megabytes
-        rows.append([name, f"{variant.median:.3f} ({low:.3f}-{high:.3f})", f"{TOKENS / variant.median:.0f}",
-                     f"{stock / variant.median:.2f}", f"{bound / variant.median:.2f}",
-                     f"{variant.losses[-1]:.4f}", f"{slow:.1f}", f"{fast:.1f}"])
+    for name, runs in series.items():
+        low, high = runs.spread
+        slow, fast = runs.megabytes
+        rows.append([name, f"{runs.median:.3f} ({low:.3f}-{high:.3f})", f"{TOKENS / runs.median:.0f}",
+                     f"{stock / runs.median:.2f}", f"{bound / runs.median:.2f}",
+                     f"{runs.losses[-1]:.4f}", f"{slow:.1f}", f"{fast:.1f}"])
     return rows
 
 

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     """Print table or JSON. Returns 0 with a usable NIC, 1 with none; HolmesError on bad input."""
     if args.source:
         return sources.run(args)
-    if given := [name for name in ("output", "rate", "kind", "partition", "topology") if getattr(args, name)]:
-        raise HolmesError(f"--{given[0]} is of --from slurm, kubernetes or hostfile; name one of them")
+    if stray := [name for name in ("output", "rate", "kind", "partition", "topology") if getattr(args, name)]:
+        raise HolmesError(f"--{stray[0]} only applies to --from slurm, kubernetes or hostfile; add one")
     real = os.path.realpath(args.sysfs)
     nics = _mark(read_nics(args.sysfs), sum(args.include, []), sum(args.exclude, []))
     no_addresses = real != "/sys" and captured_addresses(args.sysfs) is None
@@ -126,11 +126,11 @@ def _cells(nic: Nic, findings: Sequence[Finding]) -> list[str]:
 
 def _remarks(nic: Nic, findings: Sequence[Finding]) -> list[str]:
     """Why it is set aside or down, what `holmes doctor` finds, what else it is."""
-    found = [finding.what for finding in findings if finding.about == nic.name
-             and finding.what != DEFAULT_PREFIX]
-    known = {"net device of": nic.rdma, "over": " ".join(nic.members), "virtual function of": nic.parent}
-    said = [nic.skipped, *(found or ["" if nic.up else nic.state_text])]
-    return [text for text in said if text] + [f"{what} {name}" for what, name in known.items() if name]
+    problems = [finding.what for finding in findings if finding.about == nic.name
+                and finding.what != DEFAULT_PREFIX]
+    related = {"net device of": nic.rdma, "over": " ".join(nic.members), "virtual function of": nic.parent}
+    remarks = [nic.skipped, *(problems or ["" if nic.up else nic.state_text])]
+    return [text for text in remarks if text] + [f"{what} {name}" for what, name in related.items() if name]
 
 
 def _by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:

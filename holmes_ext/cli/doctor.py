@@ -57,8 +57,8 @@ Exit status: 0 nothing wrong (notes do not count), 1 a problem was found, 2 bad 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor", help="check this machine, its environment and a command, without starting a job",
-        description="Says what would keep this machine, its environment and a command from a job over "
-        "several clusters. Nothing is started.",
+        description="Checks whether anything on this machine, in its environment or in a command would stop "
+        "a job over several clusters. Nothing is started.",
         epilog=_EPILOG)
     parser.add_argument("--cluster", metavar="FILE", help="cluster.toml: check nodes and command against it")
     parser.add_argument("--nodes", metavar="FILE", nargs="+", default=[],
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         together = [load_check(path) for path in args.nodes] or [check_node(args, words, spec)]
     for name, count in Counter(check.node.name for check in together).items():
         if count > 1:
-            raise HolmesError(f"two of the checks are of a node called {name!r}; give each node once"
+            raise HolmesError(f"two of the reports are from a node called {name!r}; give each node once"
                               " (HOLMES_NODE renames one)")
     differences = compare(together, spec) if len(together) > 1 or spec else []
     if args.json:
@@ -171,9 +171,10 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     findings += frameworks.check_compilers(environ) if live else []
     findings += check_command(words, spec, os.environ) if words else []
     versions = {"Python": platform.python_version(), "holmes_ext": __version__, **installed_versions()}
-    found, ethernet = nccl_of_node(environ, nics), egress_interface("127.0.0.1") if live else ""
-    node = NodeReport(node_name(os.environ), node_identity(), ethernet, nics, nccl=found)
-    findings += nccl.check_nccl(found, environ)
+    node_nccl = nccl_of_node(environ, nics)
+    ethernet = egress_interface("127.0.0.1") if live else ""
+    node = NodeReport(node_name(os.environ), node_identity(), ethernet, nics, nccl=node_nccl)
+    findings += nccl.check_nccl(node_nccl, environ)
     lines = nccl.handed_over(node, spec, environ)
     return NodeCheck(node, versions, variables.settings(os.environ), tuple(findings), tuple(lines))
 
@@ -189,17 +190,17 @@ def _gather(process: launcher.Process, check: NodeCheck | None, timeout_s: float
             "torch is not installed, so the nodes cannot talk to each other; run `holmes doctor --json`"
                           " on each without a launcher, and compare the files with --nodes") from None
     store.set(f"doctor/{process.rank}", json.dumps(check and check.to_dict()))
-    found = []
+    documents = []
     # the store lives in rank 0, which ends last
     for rank in range(0 if process.rank else process.world_size):
         try:
-            found.append(json.loads(store.get(f"doctor/{rank}")))
+            documents.append(json.loads(store.get(f"doctor/{rank}")))
         except RuntimeError:  # torch.distributed.DistError is one
             place = f"{process.master_addr}:{process.master_port}"
             raise HolmesError(
                 f"rank {rank} of {process.world_size} did not report within {timeout_s:g} s; can it reach"
                               f" {place}?") from None
-    return [document for document in found if document is not None]
+    return [document for document in documents if document is not None]
 
 
 def _print(together: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
@@ -214,9 +215,9 @@ def _print(together: Sequence[NodeCheck], differences: Sequence[Finding]) -> Non
         head = Text(f"{finding.level}: ", "bold red" if finding.level == "problem" else "yellow")
         head.append(f"{some_of(names, 6)}: " if len(together) > 1 or finding in differences else "", "bold")
         screen.line(head.append(f"{finding.about}: {finding.what}", ""))
-        screen.line(f"    why:  {finding.why}\n    mend: {finding.mend}")
+        screen.line(f"    why: {finding.why}\n    fix: {finding.mend}")
     if len(together) == 1 and together[0].nccl:
-        screen.line(Text("what NCCL would be given on this node:", "bold"))
+        screen.line(Text("NCCL settings of a job on this node:", "bold"))
         for line in together[0].nccl:
             screen.line(f"    {line}")
     if remark := lab_remark(os.environ):

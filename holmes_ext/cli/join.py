@@ -46,9 +46,9 @@ def add_parser(subparsers: Any) -> None:
         "join", help="the coordinator of jobs that train one model together", description=_ABOUT,
         epilog=_EPILOG)
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    serve = actions.add_parser("serve", help="keep the coordinator (it may be restarted)",
-                               description="Keeps the coordinator of joined jobs, on a machine that all "
-                               "reach. It may be restarted: jobs come back by themselves.")
+    serve = actions.add_parser("serve", help="run the coordinator (it may be restarted)",
+                               description="Runs the coordinator of joined jobs, on a machine that all "
+                               "can reach. It may be restarted: jobs reconnect by themselves.")
     serve.add_argument("--host", default="", help="address to listen on (default: all, IPv4 and IPv6)")
     serve.add_argument("--port", type=int, default=PORT,
                        help=f"port to listen on (default: {PORT}; 0: any free one, which is printed)")
@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
     for command in (serve, status):
         command.add_argument("--plain", action="store_true",
                              default=os.environ.get("HOLMES_JOIN_PLAIN") == "on",
-                             help="do not encrypt (HOLMES_JOIN_PLAIN=on): anybody on the way can read it")
+                             help="do not encrypt (HOLMES_JOIN_PLAIN=on): anyone on the path can read it")
         command.add_argument("--certificate", metavar="FILE",
                              default=os.environ.get("HOLMES_JOIN_CERTIFICATE", ""),
                              help="PEM of a site's CA (HOLMES_JOIN_CERTIFICATE)")
@@ -120,7 +120,7 @@ def _credentials(token: str, args: argparse.Namespace) -> Credentials:
 def _privacy(args: argparse.Namespace) -> str:
     """What a user should know of what crosses; "" where it is as it should be."""
     if args.plain:
-        return "NOT encrypted (--plain): whoever is on the way can read the weights"
+        return "NOT encrypted (--plain): anyone on the path can read the weights"
     if not args.certificate and find_spec("cryptography") is None:
         return f"only jobs of this host can join: {MISSING}"
     return ""
@@ -139,16 +139,16 @@ def _status(args: argparse.Namespace) -> int:
         host, port = split_address(args.where)
     except ValueError:
         raise HolmesError(f"holmes join status: {args.where!r:.100} is not HOST:PORT") from None
-    found = ask_status(host, port, _credentials(token_from(os.environ, port), args))
+    status = ask_status(host, port, _credentials(token_from(os.environ, port), args))
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(status))
     else:
         screen = Screen()
-        screen.table(COLUMNS, [_row(job) for job in found["jobs"]], title=
-                     f"round {found['round']}; the coordinator is up for {found['up_s']:.0f} s")
-        for event in found["events"][-8:]:
+        screen.table(COLUMNS, [_row(job) for job in status["jobs"]], title=
+                     f"round {status['round']}; the coordinator is up for {status['up_s']:.0f} s")
+        for event in status["events"][-8:]:
             screen.line(printable(str(event), 1000))
-    return 0 if all(job["state"] in ("in", "waiting") for job in found["jobs"]) else 1
+    return 0 if all(job["state"] in ("in", "waiting") for job in status["jobs"]) else 1
 
 
 def _row(job: dict[str, Any]) -> list[str]:

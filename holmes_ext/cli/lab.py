@@ -67,20 +67,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
                        help="start the job by the real launcher, with its daemons in the nodes; COMMAND may "
                        "begin with its program (srun, sbatch, mpirun, ...): then it is run as it stands on "
                        "the host \"login\"")
-    start.add_argument("--quiet", action="store_true", help="only rank 0's output; of others the end, when "
-                                                            "they fail")
+    start.add_argument("--quiet", action="store_true", help="show only rank 0's output, and the last lines "
+                                                            "of ranks that fail")
     lab_gpu.add_options(start)
     start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
                        help="what every process runs: python train.py ARGUMENTS")
 
-    made = actions.add_parser(
+    prebuild = actions.add_parser(
         "build", help="build what `holmes lab run --gpu` needs, beforehand",
         description="Builds the libraries of the emulated GPU for the torch of a Python, into the user's "
-        "cache, and tries NCCL's numbers: what the first `holmes lab run --gpu` does otherwise.")
-    made.add_argument("--nccl-source", metavar="DIR",
-                      help="a checkout of NCCL, or an archive of it (.tar.gz)")
-    made.add_argument("--python", default="python", metavar="P",
-                      help="the Python whose torch is used (default: python)")
+        "cache, and checks NCCL's results, as the first `holmes lab run --gpu` would.")
+    prebuild.add_argument("--nccl-source", metavar="DIR",
+                          help="a checkout of NCCL, or an archive of it (.tar.gz)")
+    prebuild.add_argument("--python", default="python", metavar="P",
+                          help="the Python whose torch is used (default: python)")
 
     links = actions.add_parser(
         "measure", help="achieved against configured bandwidth of every kind of link",
@@ -91,8 +91,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
     shell = actions.add_parser(
         "shell", help="a shell on a host of a lab",
-        description="A shell on a node of a lab that runs (`holmes lab run` in another terminal), or with "
-        "--cluster of a lab of its own, which ends with the shell.",
+        description="Opens a shell on a node of a running lab (`holmes lab run` in another terminal); with "
+        "--cluster, of a new lab that ends with the shell.",
         epilog="Example: a Slurm of four nodes to try things on\n\n"
         "  holmes lab shell --cluster examples/clusters/two_clusters_4.toml --launcher srun login")
     which = shell.add_mutually_exclusive_group()
@@ -151,7 +151,7 @@ def _run(args: argparse.Namespace) -> int:
             job, printer.labels = started(lab, args.launcher, command, **how)
             result = job.wait()
     if result.emulated:
-        print("holmes lab: an emulated accelerator made the timings of this run", file=sys.stderr)
+        print("holmes lab: the timings of this run come from an emulated accelerator", file=sys.stderr)
     if result.busy > BOUND and args.accelerator:
         print(f"holmes lab: its timings are {BOUND_TEXT}, which were {result.busy:.0%} busy", file=sys.stderr)
     if args.timeout is not None and result.returncode == 124 and result.first_failed is None:
@@ -225,13 +225,13 @@ def _shell(args: argparse.Namespace) -> int:
     argv = (args.command[1:] if args.command[:1] == ["--"]
             else args.command) or [os.environ.get("SHELL") or "sh"]
     if argv[0].startswith("-"):
-        raise HolmesError(f"{argv[0]!r} stands behind the node; options stand before it, a command after --:"
+        raise HolmesError(f"{argv[0]!r} comes after the node; options go before it, a command after --:"
                           f" holmes lab shell [--cluster FILE] {args.host} -- COMMAND")
     if args.cluster is None:
         if args.launcher:
             raise HolmesError(
-                "--launcher: a lab that runs has the launcher that it was started with; give --cluster"
-                              " FILE for one of its own")
+                "--launcher: a running lab keeps the launcher that it was started with; give --cluster"
+                              " FILE for a new lab")
         host = running(args.host, args.lab)
         return inside(host.holder, argv, {**os.environ, **host.variables})
     with Lab(load_spec(args.cluster), args.scale, login=args.launcher is not None) as lab:
@@ -245,8 +245,9 @@ def _shell(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     rows, crossings = measure(load_spec(args.cluster), args.scale)
     if args.json:
-        lines, between = ([dataclasses.asdict(row) for row in each] for each in (rows, crossings))
-        print(json.dumps({"cluster": args.cluster, "scale": args.scale, "rows": lines, "between": between}))
+        links = [dataclasses.asdict(row) for row in rows]
+        between = [dataclasses.asdict(row) for row in crossings]
+        print(json.dumps({"cluster": args.cluster, "scale": args.scale, "rows": links, "between": between}))
     else:
         columns = [Column(name, right=name not in ("link", "nodes", ""))
                    for name in ("link", "nodes", "message", "configured", "achieved", "ratio", "")]

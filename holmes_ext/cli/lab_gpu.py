@@ -50,8 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                      "and is named")
     gpu.add_argument("--seed", type=int, default=0, metavar="S", help="of --gpu-order random (default: 0)")
     gpu.add_argument("--gpu-standstill", type=float, default=END_S, metavar="S",
-                     help="end the job once no rank has moved on for S seconds though work waits in a stream "
-                     f"(status {HUNG}; default: {END_S:g}); what can never move on is ended at once")
+                     help="end the job once no rank has progressed for S seconds while a stream has work "
+                     f"(status {HUNG}; default: {END_S:g}); a proven deadlock ends it at once")
     gpu.add_argument("--nccl-source", metavar="DIR", help="a checkout of NCCL, or an archive of it (.tar.gz)")
     gpu.add_argument("--beside-stock", action="store_true",
                      help="run the command without its --holmes flags first, and show both")
@@ -61,10 +61,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def gpus_of(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]) -> Gpus | None:
     """The emulated GPUs that the options ask for; None without --gpu."""
     if args.gpu is None:
-        given = {"--gpu-memory": args.gpu_memory, "--nccl-source": args.nccl_source,
-                 "--gpu-report": args.gpu_report, "--beside-stock": args.beside_stock,
-                 "--gpu-order": args.gpu_order == "random", "--gpu-standstill": args.gpu_standstill != END_S}
-        if name := next((name for name, value in given.items() if value), ""):
+        values = {"--gpu-memory": args.gpu_memory, "--nccl-source": args.nccl_source,
+                  "--gpu-report": args.gpu_report, "--beside-stock": args.beside_stock,
+                  "--gpu-order": args.gpu_order == "random", "--gpu-standstill": args.gpu_standstill != END_S}
+        if name := next((name for name, value in values.items() if value), ""):
             raise HolmesError(f"holmes lab run: {name} is for emulated GPUs; add --gpu")
         return None
     if args.launcher is not None:
@@ -80,16 +80,16 @@ def gpus_of(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, 
         raise HolmesError(f"--gpu-memory {args.gpu_memory}: NCCL and torch alone need 64 MB")
     clock = GpuClock() if args.accelerator is None else parse_clock(args.accelerator)
     with BuildProgress() as progress:
-        found = libraries(command, {**os.environ, **env}, args.nccl_source, progress)
-    return Gpus(found, None if args.gpu < 0 else args.gpu, memory_mb,
+        libs = libraries(command, {**os.environ, **env}, args.nccl_source, progress)
+    return Gpus(libs, None if args.gpu < 0 else args.gpu, memory_mb,
                 args.seed if args.gpu_order == "random" else None, clock)
 
 
 def build(args: argparse.Namespace) -> int:
     """`holmes lab build`."""
     with BuildProgress() as progress:
-        found = libraries([args.python], os.environ, args.nccl_source, progress)
-    print(f"emulated GPU for torch {found.torch.version} with NCCL {found.source.name}: {found.nccl.parent}")
+        libs = libraries([args.python], os.environ, args.nccl_source, progress)
+    print(f"emulated GPU for torch {libs.torch.version} with NCCL {libs.source.name}: {libs.nccl.parent}")
     return 0
 
 
@@ -113,7 +113,7 @@ def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, 
     plain = without_holmes(command)
     if args.beside_stock and plain == list(command):
         raise HolmesError(
-            "--beside-stock: the command has no --holmes flag, so there is nothing beside stock")
+            "--beside-stock: the command has no --holmes flag, so there is nothing to compare with stock")
     named = {"stock": plain, "holmes": list(command)} if args.beside_stock else {"": list(command)}
     runs = []
     for name, words in named.items():
@@ -152,15 +152,15 @@ def killed_for_memory() -> int:
 
 
 def what_is_missing(result: RunResult, killed: bool = False) -> str:
-    """What the rank that failed first was refused last: an operator, kernel or CUDA call that is not
-    emulated, or memory; "" where it was nothing of that. killed: the kernel has ended some process for
-    want of memory meanwhile."""
+    """What the rank that failed first was last refused: an operator, kernel or CUDA call that is not
+    emulated, or memory; "" where it failed for another reason. killed: meanwhile the kernel has ended some
+    process for want of memory."""
     if killed and result.returncode == 128 + signal.SIGKILL:
         return ("this machine had no memory left; run fewer ranks, or give NCCL small buffers: "
                 "--env NCCL_BUFFSIZE=262144 --env NCCL_MAX_P2P_NCHANNELS=4")
-    said = result.outputs[result.first_failed] if result.first_failed is not None else ""
-    return next((found[1].strip() for line in reversed(said.splitlines())
-                 if (found := _MISSING.search(line))), "")
+    output = result.outputs[result.first_failed] if result.first_failed is not None else ""
+    return next((match[1].strip() for line in reversed(output.splitlines())
+                 if (match := _MISSING.search(line))), "")
 
 
 def without_holmes(command: Sequence[str]) -> list[str]:
@@ -211,8 +211,8 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.3f} MB"
 
 
-def write_report(file: str, runs: Sequence[GpuRun], found: Libraries) -> None:
-    document = {"version": 1, "emulated": "GPU", "torch": found.torch.version, "nccl": found.source.name,
+def write_report(file: str, runs: Sequence[GpuRun], libs: Libraries) -> None:
+    document = {"version": 1, "emulated": "GPU", "torch": libs.torch.version, "nccl": libs.source.name,
                 "runs": [{"name": run.name, "status": run.result.returncode, "seconds": run.result.seconds,
                           "cores_busy": round(run.result.busy, 3), "bound_by_cores": run.result.busy > BOUND,
                           "hang": list(run.hang), "missing_waits": list(run.races),

@@ -28,7 +28,7 @@ holmes: one LLM training job over several GPU clusters whose NICs differ. What t
 
   holmes demo                                 see it: stock against holmes on emulated clusters; no GPU
   holmes discover                             which NICs this node has, and which of them a job would use
-  holmes doctor -- YOUR COMMAND               whether this machine and the command are fit; starts nothing
+  holmes doctor -- YOUR COMMAND               checks this machine and the command; starts nothing
   holmes plan --cluster FILE -- YOUR COMMAND  what a step takes today, with holmes, and with the best sizes
   YOUR COMMAND --holmes                       the job itself: the flag after the script's name
 
@@ -53,16 +53,16 @@ class Help(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """Its errors are HolmesErrors, one line each; a flag is never abbreviated."""
 
-    def __init__(self, **given):
-        super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **given})
+    def __init__(self, **kwargs):
+        super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args=None, namespace=None):
-        found, left = super().parse_known_args(args, namespace)
-        for name in (text.partition("=")[0] for text in left if text.startswith("-")):
+        parsed, unknown = super().parse_known_args(args, namespace)
+        for name in (text.partition("=")[0] for text in unknown if text.startswith("-")):
             near = nearest(name, self._option_string_actions)
             advice = f"; did you mean {near!r}?" if near else f" (see {self.prog} --help)"
             raise HolmesError(f"{self.prog} has no option {name}{advice}")
-        return found, left
+        return parsed, unknown
 
     def error(self, message):
         raise HolmesError(f"{message} (see {self.prog} --help)")

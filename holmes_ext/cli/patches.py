@@ -49,17 +49,18 @@ def run(args: argparse.Namespace) -> int:
              fit.patch.feature.versions, fit.installed or "-", fit.state, fit.reason or fit.patch.reason)
             for fit in fits])
     else:
-        screen, of = Screen(), dict[str, list[Fit]]()
+        screen, by_feature = Screen(), dict[str, list[Fit]]()
         for fit in fits:
-            of.setdefault(fit.patch.feature.name, []).append(fit)
-        here = [group for group in of.values() if not all(_absent(fit) for fit in group)]
+            by_feature.setdefault(fit.patch.feature.name, []).append(fit)
+        here = [group for group in by_feature.values() if not all(_absent(fit) for fit in group)]
         if here:
             screen.table(FEATURES, [_feature(group) for group in here])
         if absent := Counter(group[0].patch.feature.requirement.name
-                             for group in of.values() if group not in here):
+                             for group in by_feature.values() if group not in here):
             named = ", ".join(f"{name} {count}" for name, count in absent.items())
             screen.line(f"not installed here (and their features): {named}", "dim")
-        screen.line(f"{len(fits)} functions of {len(of)} features; --all shows each with its reason", "dim")
+        screen.line(f"{len(fits)} functions of {len(by_feature)} features; --all shows each with its reason",
+                    "dim")
         if any(fit.state == "unknown" for fit in fits):
             screen.line("unknown: the version shows only when the framework is imported; --check does that",
                         "dim")
@@ -73,11 +74,12 @@ def _absent(fit: Fit) -> bool:
 
 def _feature(fits: list[Fit]) -> tuple[str, ...]:
     """A row of FEATURES: all of its functions are changed or none; the first that does not fit says why."""
-    told = min(fits, key=lambda fit: ("off", "unknown", "fits", "other version").index(fit.state))
-    feature, reason = told.patch.feature, told.reason if told.state == "off" else ""
-    package = f"{feature.requirement.name} {told.installed}" if told.installed else "-"
+    worst = min(fits, key=lambda fit: ("off", "unknown", "fits", "other version").index(fit.state))
+    feature = worst.patch.feature
+    reason = worst.reason if worst.state == "off" else ""
+    package = f"{feature.requirement.name} {worst.installed}" if worst.installed else "-"
     what = feature.what + (f" ({reason})" if reason else "")
-    return (feature.name, told.state, package, str(len(fits)), feature.asked_by or "every job",
+    return (feature.name, worst.state, package, str(len(fits)), feature.asked_by or "every job",
             feature.versions, what)
 
 

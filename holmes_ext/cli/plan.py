@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
         advice = "give --model FILE (examples/models has some) or --profile FILE"
         raise HolmesError(f"--explain and --picture need to know the model: {advice}")
     if known is not None and workload is not None:
-        given = "--model or --profile says what the model computes and sends"
-        raise HolmesError(f"{given}; give it or --workload (--gradient-bytes, ...), not both")
+        conflict = "--model or --profile says what the model computes and sends"
+        raise HolmesError(f"{conflict}; give it or --workload (--gradient-bytes, ...), not both")
     how = args.partition, model, args.alpha, job.overlap, (), profile, links, job.options
     plan = build_plan(site, sizes, workload, *how, engine=job.engine)
     alone, network = None, Network(site, links)
@@ -148,21 +148,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _workload(args: argparse.Namespace) -> Workload | None:
     """None when nothing about the model was given."""
-    given = load_workload(args.workload) if args.workload else {}
-    own = {field.name: getattr(args, field.name) for field in fields(Workload)}
-    given |= {name: value for name, value in own.items() if value is not None}
-    return Workload(**given) if given else None
+    values = load_workload(args.workload) if args.workload else {}
+    options = {field.name: getattr(args, field.name) for field in fields(Workload)}
+    values |= {name: value for name, value in options.items() if value is not None}
+    return Workload(**values) if values else None
 
 
 def load_workload(path: str) -> dict[str, Any]:
     """Fields of Workload from a TOML file whose keys are the options' names with underscores."""
-    table, given = load_toml(path, "name a TOML file"), {}
+    table, values = load_toml(path, "name a TOML file"), {}
     for field in fields(Workload):
         value = table.take(field.metadata["option"].replace("-", "_"), _kind(field), None)
         if value is not None:
-            given[field.name] = value
+            values[field.name] = value
     table.done()
-    return given
+    return values
 
 
 def _kind(field: Field[Any]) -> type:
@@ -208,8 +208,8 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
     if not plan.straddling:
         screen.line("no data-, tensor-, context- or expert-parallel group leaves its fabric", "green")
     if (slices := max((edge.slices for edge in plan.traffic_of().edges), default=1)) > 1:
-        screen.line(f"{slices} tensor ranks share out what a stage sends on Ethernet, unless sequence "
-                    f"parallelism does")
+        screen.line(f"{slices} tensor ranks each send a slice of what a stage sends on Ethernet, unless "
+                    f"sequence parallelism splits it already")
     ours, stock = plan.predicted["step_seconds"], plan.predicted["stock_step_seconds"]
     screen.line(f"predicted step: {ours:.4g} s; stock: {stock:.4g} s ({stock / ours:.2f} times as long)",
                 "bold")
@@ -227,7 +227,8 @@ def _title(plan: Plan, sizes: Sizes) -> str:
 
 
 def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, str]]:
-    """Of each stage its nodes, its data-parallel groups' fabrics, and its edges' to the next stage."""
+    """Of each stage: its nodes, the fabrics of its data-parallel groups, those of its edges to the next
+    stage."""
     stages: list[list[dict[str, None]]] = [[{} for _ in range(sizes.pipeline)] for _ in range(3)]
     nodes, data, edges = stages
     for rank in range(plan.world_size):
@@ -239,5 +240,5 @@ def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, st
         for stage, pair in enumerate(zip(group, group[1:])):
             shared = plan.fabric_of(pair)
             edges[stage][LOCAL if shared is None else shared.name] = None
-    return [(compress_hosts(node), ", ".join(data[stage]), ", ".join(edges[stage]))
-            for stage, node in enumerate(nodes)]
+    return [(compress_hosts(names), ", ".join(data[stage]), ", ".join(edges[stage]))
+            for stage, names in enumerate(nodes)]

@@ -87,10 +87,10 @@ def _measure(
         torch.accelerator.set_device_index(process.local_rank)
     try:
         dist.init_process_group("nccl" if gpu else "gloo")
-        own = session.require()
-        pairs = crossings.measure(own, tell)
-        flat = not own.site.wan and crossings.is_flat(own.site, pairs)
-        links = probe.measure(own, int(args.largest * 2**20), tell, flat)
+        current = session.require()
+        pairs = crossings.measure(current, tell)
+        flat = not current.site.wan and crossings.is_flat(current.site, pairs)
+        links = probe.measure(current, int(args.largest * 2**20), tell, flat)
         dist.destroy_process_group()
     except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -45,8 +45,8 @@ def add_parser(subparsers: Any) -> None:
         help="what a job's steps took: bytes, bandwidth and exposed time of each kind of group, the slowest "
              "rank",
         description="Reads DIR, written by --holmes-telemetry DIR (the files of all nodes together). "
-        "Exposed: seconds in which the program stood still for communication. Achieved: bytes sent over the "
-        "time in which all of a group's ranks were there.")
+        "Exposed: seconds in which the program was blocked on communication. Achieved: bytes sent, divided "
+        "by the time in which all of a group's ranks took part.")
     parser.add_argument("directory", metavar="DIR", help="of --holmes-telemetry, or one run in it")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--trace", metavar="FILE",
@@ -162,7 +162,7 @@ def _write_model(job: Run, path: str) -> str:
     profile = load_profile(path)
     count = len(profile.stages) - 1
     nominal = sorted(set(range(count)) - set(file.edges))
-    edges = (f"; nobody waited for the edges after stages {some_of(nominal)}: theirs are the plan's"
+    edges = (f"; no rank waited for the edges after stages {some_of(nominal)}: those times are the plan's"
              if nominal else "")
     return f"{path}: stages and edges as measured{edges}; `holmes plan --profile {path}` takes it"
 
@@ -177,14 +177,14 @@ def _rank_cells(summary: Summary) -> list[list[str]]:
 def _verdict(summary: Summary) -> str:
     """What costs most: a network that carries less than it should, or a rank for which the others wait."""
     slow, link = summary.slowest, summary.slow_link
-    own = (f"slowest: rank {slow.rank} on {slow.node} ({slow.cluster}): {slow.own_s:.4f} s of its step are "
-           f"its own work")
+    slowest = (f"slowest: rank {slow.rank} on {slow.node} ({slow.cluster}): {slow.own_s:.4f} s of its step "
+               f"are its own work")
     if link is not None:
         carried = f"{format_rate(link.achieved_bps)} of {format_rate(link.configured_bps)}"
-        return (f"{own}; a slow network costs more: {link.kind} groups {link.where} clusters on "
+        return (f"{slowest}; a slow network costs more: {link.kind} groups {link.where} clusters on "
                 f"{link.fabric} carry {carried}, {link.exposed_s:.4f} s a step are waited for (rank "
                 f"{link.most_exposed} waits longest)")
-    text = f"{own}, the others wait for it"
+    text = f"{slowest}, the others wait for it"
     if not summary.rows:
         return text
     worst = summary.rows[0]

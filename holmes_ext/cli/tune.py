@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if not profile.exists():
         raise HolmesError(
-            f"holmes tune: the command ended and left no {profile}: on this machine if rank 0 ran on another "
-            f"(its plan counts), else because it trained fewer than {args.steps + 2} steps, or with neither "
+            f"holmes tune: the command ended without writing {profile}: rank 0 ran on another machine (use "
+            f"the plan there), or it trained fewer than {args.steps + 2} steps, or it used neither "
             f"DeepSpeed's pipeline engine nor megatron-core's schedules")
     return make(args, profile)
 

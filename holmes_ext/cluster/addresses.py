@@ -53,12 +53,12 @@ def _all_addresses() -> Addresses:
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         raise HolmesError(
             f"cannot list this node's IP addresses: getifaddrs: {os.strerror(ctypes.get_errno())}")
-    found: dict[str, list[str]] = {}
+    by_device: dict[str, list[str]] = {}
     try:
         entry = first
         while entry:
             item = entry.contents
-            addresses = found.setdefault(os.fsdecode(item.name), [])
+            addresses = by_device.setdefault(os.fsdecode(item.name), [])
             family = struct.unpack("=H", ctypes.string_at(item.address, 2))[0] if item.address else -1
             if family in _OFFSET:
                 packed = _bytes(item.address, family)
@@ -68,7 +68,7 @@ def _all_addresses() -> Addresses:
             entry = item.next
     finally:
         libc.freeifaddrs(first)
-    return {name: tuple(dict.fromkeys(addresses)) for name, addresses in found.items()}
+    return {name: tuple(dict.fromkeys(addresses)) for name, addresses in by_device.items()}
 
 
 def _bytes(address: int, family: int) -> bytes:
@@ -123,7 +123,7 @@ def egress_interface(host: str) -> str:
     """
     devices, problems = _all_addresses(), []
     try:
-        targets = [(found[0], found[4]) for found in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)]
+        targets = [(info[0], info[4]) for info in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)]
     except (OSError, UnicodeError) as error:
         raise HolmesError(f"host {host!a:.200} is unknown to this node: {why(error)}") from None
     for family, target in targets:
@@ -164,6 +164,6 @@ def _any_interface(devices: Addresses) -> str:
         if names:
             return names[0]
     named = {name: interfaces for name, interfaces in devices.items() if name != "lo" and interfaces}
-    local = {name for name, found in named.items()
-             if all(ipaddress.ip_interface(a).is_link_local for a in found)}
+    local = {name for name, interfaces in named.items()
+             if all(ipaddress.ip_interface(a).is_link_local for a in interfaces)}
     return next(iter([*(name for name in named if name not in local), *named]), "lo")

@@ -37,12 +37,12 @@ _MEMORY = re.compile(r"(\d+) ?GB", re.IGNORECASE)
 
 
 def accelerator_of(name: str) -> Accelerator | None:
-    """What a name says ("NVIDIA A100-SXM4-40GB"): the known GPU that is a word of it, with the memory that it
-    states, without NVLink if it says PCIe. None where no word is known."""
+    """The known GPU that is a word of `name` ("NVIDIA A100-SXM4-40GB"), with the memory that the name states,
+    without NVLink if it says PCIe. None where no word is known."""
     words = re.split(r"[^A-Z0-9]+", name.upper())
-    found = next((KNOWN[word] for word in words if word in KNOWN), None)
-    if found is None:
+    accelerator = next((KNOWN[word] for word in words if word in KNOWN), None)
+    if accelerator is None:
         return None
     if stated := _MEMORY.search(name):
-        found = replace(found, memory_bytes=float(stated[1]) * 1e9)
-    return replace(found, link_bps=0.0) if "PCIE" in words else found
+        accelerator = replace(accelerator, memory_bytes=float(stated[1]) * 1e9)
+    return replace(accelerator, link_bps=0.0) if "PCIE" in words else accelerator

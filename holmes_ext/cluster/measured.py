@@ -48,29 +48,29 @@ class MeasuredPair(Between):
 
 def parse_pairs(top: Table, clusters: Sequence[str]) -> tuple[MeasuredPair, ...]:
     """The `[[measured]]` tables; HolmesError names the key."""
-    found: dict[frozenset[str], MeasuredPair] = {}
+    pairs: dict[frozenset[str], MeasuredPair] = {}
     for table in top.tables("measured"):
         names = cluster_pair(table, clusters)
         table.take("latency", str)
         pair = MeasuredPair(names, table.rate("rate"), latency_of(table, 0.0),
                             table.rate("stream", required=False))
         table.done()
-        if found.setdefault(frozenset(names), pair) is not pair:
+        if pairs.setdefault(frozenset(names), pair) is not pair:
             raise HolmesError(
-                f"{table.at('clusters')}: the pair {' and '.join(names)} stands twice; probe again")
-    return tuple(found.values())
+                f"{table.at('clusters')}: the pair {' and '.join(names)} is given twice; probe again")
+    return tuple(pairs.values())
 
 
 def parse_links(table: Table, fabrics: set[str]) -> dict[str, MeasuredLink]:
     """The tables by fabric name; HolmesError names the key."""
     result = {}
     for name in list(table.values):
-        own = table.table(name)
+        link = table.table(name)
         if name not in fabrics:
             known = ", ".join(sorted(fabrics))
             raise HolmesError(f"{table.at(name)}: there is no fabric of that name; known: {known}")
-        result[name] = MeasuredLink(_points(own, "send"), _points(own, "ring"))
-        own.done()
+        result[name] = MeasuredLink(_points(link, "send"), _points(link, "ring"))
+        link.done()
     return result
 
 
@@ -101,8 +101,9 @@ def render(links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()
                 listed = ", ".join(f"[{size:.0f}, {seconds:.4g}]" for size, seconds in points)
                 parts.append(f"{key} = [{listed}]")
     for pair in pairs:
-        one, two = pair.clusters
-        parts += ["[[measured]]", f'clusters = ["{one}", "{two}"]', f'rate = "{pair.rate_bps / 1e6:.6g}Mb/s"']
+        first, second = pair.clusters
+        parts += ["[[measured]]", f'clusters = ["{first}", "{second}"]']
+        parts.append(f'rate = "{pair.rate_bps / 1e6:.6g}Mb/s"')
         parts += [f'stream = "{pair.stream_bps / 1e6:.6g}Mb/s"'] if pair.stream_bps else []
         parts.append(f'latency = "{pair.latency_s * 1e3:.4g}ms"')
     return "\n".join(parts) + "\n"

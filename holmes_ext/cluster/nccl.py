@@ -68,8 +68,8 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
     forced, file = file_settings(unset).get("NCCL_NET", ("", ""))
     fast = any(nic.fast and nic.usable for nic in nics)
     plugin = net_plugin(environ)
-    told = "" if os.path.basename(plugin) == LAB_PLUGIN else plugin
-    return NcclOfNode(no_verbs(environ) if fast else "", forced, file, told)
+    foreign_plugin = "" if os.path.basename(plugin) == LAB_PLUGIN else plugin
+    return NcclOfNode(no_verbs(environ) if fast else "", forced, file, foreign_plugin)
 
 
 def file_settings(environ: Mapping[str, str], system: str = "/etc/nccl.conf") -> dict[str, tuple[str, str]]:

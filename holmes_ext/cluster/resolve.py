@@ -91,25 +91,25 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
 
 def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
     """A line for each thing that NCCL does otherwise than the NICs of `site` suggest."""
-    told: dict[str, list[str]] = {}
+    nodes_of: dict[str, list[str]] = {}
     for node, report in zip(site.nodes, reports):
         for port in node.ports:
             fabric = site.fabric_by_name[port.fabric]
             nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
             if port.no_verbs:
                 what = f"NCCL cannot use {some_of(port.hcas)} for fabric {port.fabric!r}: {port.no_verbs}"
-                told.setdefault(f"{what}; its groups there go over sockets", []).append(node.name)
+                nodes_of.setdefault(f"{what}; its groups there go over sockets", []).append(node.name)
             elif len({nic.roce_v2_index for nic in nics}) > 1:
                 where = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in nics)
                 what = f"the RoCE v2 GIDs of its ports stand at different indices ({where})"
-                told.setdefault(f"{what}: NCCL finds them by itself from 2.21 on", []).append(node.name)
+                nodes_of.setdefault(f"{what}: NCCL finds them by itself from 2.21 on", []).append(node.name)
             if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
                 what = (f"NCCL would load {report.nccl.plugin}, but \"IB\" is asked for on fabric "
                         f"{fabric.name!r}")
-                way = ("say net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: Using network NAME), or "
-                       "\"auto\"")
-                told.setdefault(f"{what}; to use the plugin, {way}", []).append(node.name)
-    return [f"node{'s' * (len(names) > 1)} {some_of(names)}: {text}" for text, names in told.items()]
+                advice = ("say net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: Using network NAME), "
+                          "or \"auto\"")
+                nodes_of.setdefault(f"{what}; to use the plugin, {advice}", []).append(node.name)
+    return [f"node{'s' * (len(names) > 1)} {some_of(names)}: {text}" for text, names in nodes_of.items()]
 
 
 def apart_by_subnet(site: Site) -> list[str]:
@@ -187,7 +187,7 @@ def _fast_port(
         have = ", ".join(f"{nic.name} ({nic.kind}, {nic.state})" for nic in report.nics) or "none"
         raise HolmesError(
             f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no {cluster.kind} NIC that "
-            f"is up ({states or f'its NICs: {have}'}); mend it, or let the cluster's kind or include say "
+            f"is up ({states or f'its NICs: {have}'}); fix it, or set the cluster's kind or include to "
             f"what it has")
     port = _port(cluster.fabric, usable or kind, cluster.rate_bps)
     port = port if cluster.net else replace(port, no_verbs=report.nccl.no_verbs)
@@ -226,7 +226,7 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
     _ask_about_routed_roce({subnet: set(members) for (kind, subnet), members in by_fabric.items()
                             if kind == "roce"})
     fabrics, ports = _merge_rails(by_fabric)
-    nodes_on = Counter(port.fabric for found in ports.values() for port in found)
+    nodes_on = Counter(port.fabric for fast_ports in ports.values() for port in fast_ports)
     nodes, rates = [], []
     for report in reports:
         ethernet = _ethernet_port(report)

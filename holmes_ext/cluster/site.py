@@ -106,8 +106,8 @@ class Site:
         if len(counts) > 1:
             few, many = (next(n.name for n in self.nodes if n.processes == count)
                          for count in (counts[0], counts[-1]))
-            found = f"node {few!r} has {counts[0]} processes and node {many!r} has {counts[-1]}"
-            raise HolmesError(f"{self.source}: {found}; start the same number on every node")
+            unequal = f"node {few!r} has {counts[0]} processes and node {many!r} has {counts[-1]}"
+            raise HolmesError(f"{self.source}: {unequal}; start the same number on every node")
 
     @cached_property
     def node_by_name(self) -> dict[str, Node]:
@@ -137,17 +137,17 @@ class Site:
         shared = set(nodes[0].fabrics).intersection(*(node.fabrics for node in nodes[1:]))
         return max((self.fabric_by_name[name] for name in shared), key=lambda fabric: fabric.preference)
 
-    def path(self, one: str, two: str) -> tuple[Hop, ...]:
-        """What traffic between two nodes passes, in order, on their best fabric; () in one node. The
-        latencies add up to the way's."""
-        if one == two:
+    def path(self, source: str, target: str) -> tuple[Hop, ...]:
+        """What traffic from one node to another passes, in order, on their best fabric; () in one node. The
+        hops' latencies add up to the path's."""
+        if source == target:
             return ()
-        fabric = self.shared_fabric((one, two))
-        pair = (self.node_by_name[one].cluster, self.node_by_name[two].cluster)
+        fabric = self.shared_fabric((source, target))
+        pair = (self.node_by_name[source].cluster, self.node_by_name[target].cluster)
         middle = self.wan.hops(*pair) if fabric.name == ETHERNET else ()
         before_s = 0.0 if any(hop.latency_s for hop in middle) else fabric.latency_s
-        out = Hop(("out", one, fabric.name), fabric.rate_bps, before_s)
-        return (out, *middle, Hop(("in", two, fabric.name), fabric.rate_bps))
+        out = Hop(("out", source, fabric.name), fabric.rate_bps, before_s)
+        return (out, *middle, Hop(("in", target, fabric.name), fabric.rate_bps))
 
     @cached_property
     def digest(self) -> str:
@@ -163,9 +163,9 @@ class Site:
         """The same site on which no group uses these ports: {(node, fabric): what is wrong}."""
         nodes = []
         for node in self.nodes:
-            found = [(port, faults.get((node.name, port.fabric))) for port in node.ports]
+            checked = [(port, faults.get((node.name, port.fabric))) for port in node.ports]
             ports = tuple(replace(port, fault=fault, usable=False) if fault else port
-                          for port, fault in found)
+                          for port, fault in checked)
             nodes.append(replace(node, ports=ports))
         return replace(self, nodes=tuple(nodes))
 

@@ -97,9 +97,9 @@ class SiteSpec:
 
     @property
     def notes(self) -> list[str]:
-        """What is possible and looks unmeant, a line each."""
-        found = notes(self.wan, {cluster.name: self.ethernet_rate_bps for cluster in self.clusters})
-        return [f"{self.source}: {note}" for note in found]
+        """What is possible but looks unintended, a line each."""
+        wan_notes = notes(self.wan, {cluster.name: self.ethernet_rate_bps for cluster in self.clusters})
+        return [f"{self.source}: {note}" for note in wan_notes]
 
     def only(self, nodes: Collection[str]) -> SiteSpec:
         """The same as far as these nodes go; a file may describe more than a job has."""

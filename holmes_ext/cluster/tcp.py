@@ -80,8 +80,9 @@ class Shortfall:
                   f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"')
         if 1 < sockets <= MOST_SOCKETS:
             threads = -(-int(sockets) // 8)
-            each = -(-int(sockets) // threads)
-            result += f"; or, for NCCL alone, NCCL_SOCKET_NTHREADS={threads} NCCL_NSOCKS_PERTHREAD={each}"
+            per_thread = -(-int(sockets) // threads)
+            result += (f"; or, for NCCL alone, NCCL_SOCKET_NTHREADS={threads} "
+                       f"NCCL_NSOCKS_PERTHREAD={per_thread}")
         return result
 
 
@@ -94,11 +95,11 @@ def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:
 
 
 def sockets(environ: Mapping[str, str]) -> int:
-    """That NCCL opens for a connection: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD, 1 where unset. gloo has
-    one."""
-    given = [environ.get(name, "") for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")]
-    threads, each = (int(text) if text.isdecimal() and int(text) else 1 for text in given)
-    return min(MOST_SOCKETS, threads * each)
+    """How many NCCL opens for a connection: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD, 1 where unset. gloo
+    has one."""
+    values = [environ.get(name, "") for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")]
+    threads, per_thread = (int(text) if text.isdecimal() and int(text) else 1 for text in values)
+    return min(MOST_SOCKETS, threads * per_thread)
 
 
 def shortfalls(wan: Wan, ethernet_bps: float, clusters: Mapping[str, int], here: str, limits: TcpLimits,

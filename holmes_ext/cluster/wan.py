@@ -30,7 +30,7 @@ LONGEST_LATENCY_S = 10.0
 class Hop(NamedTuple):
     """One thing that traffic passes, one way. key: ("out" | "in", node, fabric) of a NIC, ("uplink" |
     "downlink", cluster), ("between", from, to): the same for all who share it. rate_bps: bits/s that they
-    share; latency_s: what it adds to the way, seconds."""
+    share; latency_s: what it adds to the path, seconds."""
 
     key: tuple[str, ...]
     rate_bps: float
@@ -73,22 +73,23 @@ class Wan:
 
     @cached_property
     def pair_of(self) -> dict[tuple[str, str], Between]:
-        """(cluster, cluster), either way round -> their link."""
-        ways = [(link.clusters, link) for link in self.between]
-        return {pair: link for (a, b), link in ways for pair in ((a, b), (b, a))}
+        """(cluster, cluster), in either order -> their link."""
+        links = [(link.clusters, link) for link in self.between]
+        return {pair: link for (a, b), link in links for pair in ((a, b), (b, a))}
 
-    def hops(self, one: str, two: str) -> tuple[Hop, ...]:
-        """What lies between the NICs from cluster `one` to `two`; () in one cluster and on a flat network."""
-        found: list[Hop] = []
-        if one == two:
+    def hops(self, source: str, target: str) -> tuple[Hop, ...]:
+        """What traffic from cluster `source` to `target` passes between their NICs; () in one cluster and on
+        a flat network."""
+        hops: list[Hop] = []
+        if source == target:
             return ()
-        if one in self.uplink_of:
-            found.append(Hop(("uplink", one), self.uplink_of[one]))
-        if link := self.pair_of.get((one, two)):
-            found.append(Hop(("between", one, two), link.rate_bps or float("inf"), link.latency_s))
-        if two in self.uplink_of:
-            found.append(Hop(("downlink", two), self.uplink_of[two]))
-        return tuple(found)
+        if source in self.uplink_of:
+            hops.append(Hop(("uplink", source), self.uplink_of[source]))
+        if link := self.pair_of.get((source, target)):
+            hops.append(Hop(("between", source, target), link.rate_bps or float("inf"), link.latency_s))
+        if target in self.uplink_of:
+            hops.append(Hop(("downlink", target), self.uplink_of[target]))
+        return tuple(hops)
 
     def cost(self, pair: tuple[str, str]) -> tuple[float, float]:
         """From one cluster to another: seconds of a bit over the slowest hop, and of latency."""
@@ -119,18 +120,18 @@ class Wan:
 
 def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float) -> Wan:
     """The `[[between]]` tables of a cluster.toml; uplinks: cluster -> bits/s (0: none), of every cluster."""
-    found: dict[frozenset[str], Between] = {}
+    links: dict[frozenset[str], Between] = {}
     for table in top.tables("between"):
         link = _between(table, list(uplinks), ethernet_latency_s)
-        if found.setdefault(frozenset(link.clusters), link) is not link:
+        if links.setdefault(frozenset(link.clusters), link) is not link:
             raise HolmesError(
-                f"{table.at('clusters')}: the pair {_names(link.clusters)} stands twice; keep one")
-    pairs = list(combinations(uplinks, 2)) if found else []
-    missing = [_names(pair) for pair in pairs if frozenset(pair) not in found]
+                f"{table.at('clusters')}: the pair {_names(link.clusters)} is given twice; keep one")
+    pairs = list(combinations(uplinks, 2)) if links else []
+    missing = [_names(pair) for pair in pairs if frozenset(pair) not in links]
     if missing:
-        way_out = "give every pair of clusters, or no [[between]] at all (a flat network)"
-        raise HolmesError(f"{top.at('between')}: {some_of(missing, 3)} missing; {way_out}")
-    return Wan(tuple(Uplink(name, rate) for name, rate in uplinks.items() if rate), tuple(found.values()))
+        advice = "give every pair of clusters, or no [[between]] at all (a flat network)"
+        raise HolmesError(f"{top.at('between')}: {some_of(missing, 3)} missing; {advice}")
+    return Wan(tuple(Uplink(name, rate) for name, rate in uplinks.items() if rate), tuple(links.values()))
 
 
 def _between(table: Table, known: Sequence[str], ethernet_latency_s: float) -> Between:
@@ -164,7 +165,7 @@ def latency_of(table: Table, default: float) -> float:
 
 
 def notes(wan: Wan, node_rates: Mapping[str, int]) -> list[str]:
-    """What is possible and looks unmeant; node_rates: bits/s of one node's Ethernet NIC, by cluster."""
+    """What is possible but looks unintended; node_rates: bits/s of one node's Ethernet NIC, by cluster."""
     result = []
     for name, rate in wan.uplink_of.items():
         if rate < node_rates[name]:

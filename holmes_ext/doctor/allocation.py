@@ -13,20 +13,20 @@ from holmes_ext.words import some_of
 
 
 def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> list[str]:
-    """That runs `program` once on every node of the allocation in `environ`, or of one that `options`
-    (srun's) ask for. HolmesError: neither is there."""
+    """The command that runs `program` once on every node of the allocation in `environ`, or of one that
+    `options` (srun's) ask for. HolmesError: neither is there."""
     try:
-        given = shlex.split(options)
+        words = shlex.split(options)
     except ValueError as error:
         raise HolmesError(f"--slurm {options!r:.80}: {error}") from None
     inside = "SLURM_JOB_ID" in environ
-    if not inside and not given:
+    if not inside and not words:
         raise HolmesError(
             "--slurm: this is no allocation; run it inside one (salloc, a batch script), or say what to"
                           " ask for: --slurm='--nodes 4 --partition gpu'")
     components = int(environ.get("SLURM_HET_SIZE", "1")) if inside else 1
-    every = [f"--het-group=0-{components - 1}"] if components > 1 else []
-    return ["srun", *every, *given, "--ntasks-per-node=1", "--kill-on-bad-exit=0", *program]
+    het_groups = [f"--het-group=0-{components - 1}"] if components > 1 else []
+    return ["srun", *het_groups, *words, "--ntasks-per-node=1", "--kill-on-bad-exit=0", *program]
 
 
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:

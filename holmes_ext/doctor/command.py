@@ -72,7 +72,7 @@ def check_command(words: Sequence[str], spec: SiteSpec | None,
         yield from _check_plan(command, options, rest, spec)
     except HolmesError as error:
         yield problem(about, str(error), "the job ends at start-up with this line",
-                      "mend it as the line says")
+                      "fix it as the line says")
 
 
 def _switched_on(command: Command, environ: Mapping[str, str]) -> bool:
@@ -125,16 +125,16 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
 
 def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:
     """Number of nodes and of processes for each that the launcher's own options name."""
-    given = {}
+    options = {}
     for word, following in zip(command.launcher, [*command.launcher[1:], ""]):
         name, equals, value = word.partition("=")
-        given[name.replace("_", "-")] = value if equals else following
-    nodes = given.get("--nnodes", "")
+        options[name.replace("_", "-")] = value if equals else following
+    nodes = options.get("--nnodes", "")
     if nodes.isdecimal() and int(nodes) != len(site.nodes):
         yield problem("--nnodes", f"is {nodes}, but the clusters have {len(site.nodes)} nodes",
                       "the job waits for ranks that never come, or ends at start-up",
                       "start it on all nodes of cluster.toml, or take nodes out of the file")
-    named = (given.get(name, "") for name in ("--nproc-per-node", "--num-gpus"))
+    named = (options.get(name, "") for name in ("--nproc-per-node", "--num-gpus"))
     processes = next((value for value in named if value.isdecimal()), "")
     wrong = [node for node in site.nodes if processes and node.processes != int(processes)]
     if wrong:

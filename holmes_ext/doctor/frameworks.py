@@ -90,12 +90,12 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
             off.setdefault((which, ""), {}).setdefault(reason, feature)
         elif not any(feature.name in others for others in off.values()):
             off.setdefault((which, reason), {})[feature.name] = feature
-    for (which, reason), found in off.items():
+    for (which, reason), features in off.items():
         if not reason:
-            yield problem(which, next(iter(found)), "the script ends with it too, with or without holmes",
+            yield problem(which, next(iter(features)), "the script ends with it too, with or without holmes",
                           "install versions that work together, and try `python -c 'import ...'`")
             continue
-        feature, names = next(iter(found.values())), ", ".join(found)
+        feature, names = next(iter(features.values())), ", ".join(features)
         name, tried = feature.requirement.name, feature.tried
         have = f"{name} {tried[0]} to {tried[-1]}" if tried else "versions in the range"
         yield problem(which, f"features that are off: {names}: {reason}",
@@ -123,7 +123,7 @@ def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             continue
         yield note(f"{name} {version}", f"is installed; it {what}",
-                   "what it replaced first does not fit holmes's patches, which then stay off",
+                   "holmes's patches do not fit functions that it replaced first, and stay off",
                    "import it before the frameworks are used, and look at `holmes patches --check` in that "
                    "environment")
     for path, line in _start_up_code(site.getsitepackages() if folders is None else folders):
@@ -135,13 +135,13 @@ def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
 def check_compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Findings on locks of torch's compiler of extensions (torch/utils/cpp_extension.py, file_baton.py)."""
     cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
-    own = environ.get("TORCH_EXTENSIONS_DIR")
-    locks = Path(own).glob("*/lock") if own else Path(cache).glob("torch_extensions/*/*/lock")
+    folder = environ.get("TORCH_EXTENSIONS_DIR")
+    locks = Path(folder).glob("*/lock") if folder else Path(cache).glob("torch_extensions/*/*/lock")
     for lock in sorted(locks):
-        yield problem(str(lock), "torch compiles there now, or was killed while it did",
-                      f"every start that needs {lock.parent.name} waits until the file is gone, without a "
-                      f"word",
-                      "remove it unless a start is compiling")
+        yield problem(str(lock), "torch is compiling an extension there, or was killed while doing so",
+                      f"every job that needs {lock.parent.name} waits silently until the file is "
+                      f"gone",
+                      "remove it unless a job is compiling now")
 
 
 def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -167,8 +167,8 @@ def check_replaced(patches: Iterable[Patch]) -> Iterator[Finding]:
         ours = {"", patch.module.partition(".")[0], "holmes_ext", "builtins", "torch"}
         if owner not in ours and not hasattr(value, "__wrapped__"):
             yield problem(patch.target, f"was replaced by {value.__module__}",
-                          "holmes's patch would go on top of it, or not fit: it was written for the "
-                          "framework's own",
+                          "holmes's patch, written for the framework's own function, would wrap this one or "
+                          "not fit",
                           f"start without {owner}, or switch the feature off with HOLMES_DISABLE")
 
 
@@ -198,15 +198,15 @@ def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
     for module, need in UNUSED.items():
         if find_module(module) is None:
             yield note(str(folder), f"Megatron-DeepSpeed imports {module}, which is not installed",
-                       "without --holmes it ends with ModuleNotFoundError; holmes serves it empty, and a GPT "
-                       "does not use it", need)
+                       "without --holmes it ends with ModuleNotFoundError; holmes provides an empty stub, "
+                       "which a GPT never uses", need)
 
 
 def check_stock_versions() -> Iterator[Finding]:
     """Findings on versions of two packages that do not work together, whether or not holmes is there, and on
     a Python without the lock."""
     if lack := without_gil():
-        yield problem(f"Python {platform.python_version()}", lack, "holmes ends a job on it in one line",
+        yield problem(f"Python {platform.python_version()}", lack, "holmes refuses to run a job on it",
                       WITH_GIL)
     for which, what, mend in conflicts():
         yield problem(which, what, "the two do not work together, with or without holmes", mend)

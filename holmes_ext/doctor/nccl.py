@@ -49,11 +49,11 @@ def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator
                           "NCCL refuses every group that is split off for a network of"
                           " its own (ncclInvalidUsage)", "take the line out of the file")
         if name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"):
-            yield note(file, f"sets {name}={value}", "holmes leaves a setting of yours alone",
+            yield note(file, f"sets {name}={value}", "holmes keeps your setting",
                        "take the line out of the file unless it is meant so")
     if nccl_of_node.plugin:
         yield note(nccl_of_node.plugin, "NCCL would load this network plugin",
-                   "holmes asks for \"IB\" and \"Socket\" by name, which goes past it",
+                   "holmes asks for \"IB\" and \"Socket\" by name, which bypasses it",
                    "to use it give its fabric a net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: "
                    "Using network NAME), or net = \"auto\"; a SHARP (CollNet) of the plugin is then used "
                    "again, too")
@@ -97,16 +97,16 @@ def _by_version(unset_index: bool) -> Iterator[str]:
     """unset_index: a RoCE node where NCCL_IB_GID_INDEX stays unset."""
     name, version = installed_nccl()
     if version is None:
-        yield "no NCCL of pip's is installed here: torch has its own, or is built for the CPU"
+        yield "no NCCL package is installed here: torch has its own, or is built for the CPU"
         return
     if version < Version("2.17"):
-        yield f"{name} {version} takes no network by name: it chooses for each group by itself"
+        yield f"{name} {version} cannot be given a network by name: it chooses one for each group itself"
     elif not READ[0] <= version < READ[1]:
-        yield (f"{name} {version} is not among the versions that were read (2.18 to 2.30): "
-               "networks go to it by name")
+        yield (f"{name} {version} is outside the versions that were checked (2.18 to 2.30): "
+               "networks are passed to it by name")
     else:
-        yield (f"{name} {version} takes each group's network by name (not its case), and ends a group whose "
-               "network it does not find")
+        yield (f"{name} {version} takes each group's network by name (case-insensitive), and fails a group "
+               "whose network it does not find")
     if version >= Version("2.31.dev0"):
         yield (f"{name} {version} has settings for each collective and TLS on sockets: holmes leaves "
                "both to you")

@@ -38,7 +38,7 @@ def check_nics(nics: Sequence[Nic]) -> Iterator[Finding]:
     for nic in in_use:
         yield from _check_state(nic)
     yield from _check_pcie(in_use)
-    for kind in (name for name, one in KINDS.items() if one.layer):
+    for kind in (name for name, nic_kind in KINDS.items() if nic_kind.layer):
         up = [nic for nic in in_use if nic.kind == kind and nic.up]
         yield from _check_siblings(up)
         yield from _check_mtus(kind, up)

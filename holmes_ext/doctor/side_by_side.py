@@ -69,7 +69,7 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
         findings += _differing(problem, "all nodes", values, f"version of {name}", why, mend)
     for name in sorted({name for check in checks for name in check.settings}):
         values = {check.node.name: check.settings.get(name, "unset") for check in checks}
-        why = "a setting that names a NIC or network on some ranks only makes groups hang"
+        why = "groups hang when only some ranks set a NIC or network"
         mend = f"set {name} alike on all nodes, or nowhere"
         findings += _differing(note, "all nodes", values, name, why, mend)
     return findings if spec is None else [*findings, *_check_spec(checks, spec)]
@@ -118,7 +118,7 @@ _FACTS: tuple[tuple[str, Callable[[NodeCheck], str], str, str], ...] = (
      "large messages to the smaller MTU are dropped: jobs hang after the first small ones",
      "ip link set DEVICE mtu BYTES, the same everywhere"),
     ("names of the fast NICs", lambda check: " ".join(nic.name for nic in _fast(check)),
-     "holmes copes; an NCCL_IB_HCA of your own would fit some nodes only (NVIDIA/nccl#1277)",
+     "holmes handles this; an NCCL_IB_HCA of your own would fit only some nodes (NVIDIA/nccl#1277)",
      "leave NCCL_IB_HCA to holmes"),
     ("index of the RoCE v2 GID",
      lambda check: " ".join(str(nic.roce_v2_index) for nic in _fast(check) if nic.kind == "roce"),
@@ -144,7 +144,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
     absent = [node for cluster in spec.clusters for node in cluster.nodes if short_name(node) not in here]
     if absent:
         yield note(spec.source, f"{len(absent)} of its nodes were not looked at: {some_of(absent, 4)}",
-                   "what differs there does not show",
+                   "differences on those nodes are not detected",
                    "run `holmes doctor` there too, and give this one all their --json files")
     for check in checks:
         cluster = owner.get(short_name(check.node.name))
@@ -157,7 +157,7 @@ def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding
             site = resolve_site([node], spec)
         except HolmesError as error:
             yield problem(node.name, str(error), "a job with this file ends at start-up with the same line",
-                          "mend the node or the file")
+                          "fix the node or the file")
             continue
         for _, text in slower_than_declared(site, [node]):
             yield problem(node.name, text,

@@ -30,8 +30,8 @@ def check_tcp(spec: SiteSpec, node: str, limits: TcpLimits, environ: Mapping[str
     if limits.paced:
         yield note("TCP",
                    f"congestion control is BBR, with round trips of up to {format_seconds(max(trips))}",
-                   "messages that pauses part are sent at the rate at which small ones before arrived: 18 "
-                   "KiB took 37 ms over a link of 20 ms and 100 Mb/s, with Reno 22",
+                   "after a pause BBR sends at the low rate it measured on earlier small messages: 18 KiB "
+                   "took 37 ms over a link of 20 ms and 100 Mb/s, with Reno 22 ms",
                    "where links lose no packets, on all nodes: sysctl -w "
                    "net.ipv4.tcp_congestion_control=cubic net.ipv4.tcp_slow_start_after_idle=0")
     if limits.idle_restart:

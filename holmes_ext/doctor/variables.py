@@ -25,7 +25,7 @@ COMPARED = (
 CROSS_DC = ("NCCL_ALLNET_ENABLE", "NCCL_SCATTER_XDC")
 #: HOLMES_* that are no twins of flags.
 _OWN = (*VARIABLES, "HOLMES_WORKER_PID")
-_LEFT_ALONE = "holmes leaves a setting of yours alone"
+_LEFT_ALONE = "holmes keeps your setting"
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:

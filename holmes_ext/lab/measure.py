@@ -93,14 +93,14 @@ def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
         rate(f"{size >> 10} KiB", alone, size * 8 / max(seconds - single["round_trip"], 1e-9))
     rate("1 pair", alone, single["flood"])
     if (count := min(MOST_PAIRS, *map(len, sides))) > 1:
-        together = sum(each["flood"] for each in flood(lab, sides, count, sizes))
+        together = sum(sender["flood"] for sender in flood(lab, sides, count, sizes))
         rate(f"{count} pairs at once", min([count * nic, *shared]), together)
     return rows
 
 
 def flood(lab: Lab, sides: Sequence[Sequence[LabNode]], count: int,
           sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """What each of `count` senders found."""
+    """What each of `count` senders measured."""
     near, far = (list(side[:count]) for side in sides)
     link = f"{near[0].cluster} to {far[0].cluster}"
     return _streams(lab, link, "flood", near, far, [node.address for node in far], sizes)

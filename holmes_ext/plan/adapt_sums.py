@@ -148,10 +148,10 @@ def _ring(sums: Sums, reduction: Reduction, size: float) -> Price:
 
 def _by_size(plan: Plan, network_api: str, options: Options, engine: EngineTraits,
              summed: Sequence[Summed]) -> dict[float, Decisions]:
-    """The decisions of the start, by the bytes that a stage sums: once for stages of one size."""
+    """The start's decisions for each number of bytes that a stage sums; stages of one size share them."""
     plans = {size: replace(plan, workload=replace(plan.workload, gradient_bytes=size), basis=MEASURED)
-             for size in {one.size for one in summed}}
-    return {size: decisions(known, network_api, options, engine) for size, known in plans.items()}
+             for size in {stage_sums.size for stage_sums in summed}}
+    return {size: decisions(sized_plan, network_api, options, engine) for size, sized_plan in plans.items()}
 
 
 @dataclass(frozen=True)
@@ -186,67 +186,70 @@ class SumEvaluator:
         return change if enough or apart is None else apart
 
     def _too_long(self, step_s: float, apart: SumChange | None) -> bool:
-        """Whether a step of step_s is as many times that of `apart` as makes clusters go."""
+        """Whether a step of step_s takes at least apart_from (Options) times one after the change `apart`."""
         return apart is not None and step_s >= self.known[1].apart_from * apart.then_s
 
     def _apart(self, learned: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
-        """Where a step takes so many times what clusters by themselves would."""
-        one, *others = summed
-        if self.rounds is None or others or one.why_not_apart or self.trials.running is not None:
+        """To clusters by themselves, where a step takes so many times what it would take then."""
+        stage_sums, *others = summed
+        if self.rounds is None or others or stage_sums.why_not_apart or self.trials.running is not None:
             return None
-        decided = _by_size(learned, *self.known, summed)[one.size]
+        decided = _by_size(learned, *self.known, summed)[stage_sums.size]
         loads = [load for sums in decided.prices.sums(decided.placement, 0) if sums.both is not None
                  for load in sums.both.insides]
-        inside_s = max((load.price.scaled(2).seconds(one.size) for load in loads), default=0.0)
-        then_s = step_s - min(one.exposed_s, one.seconds - inside_s)
-        then_s += self.rounds.exposed_s(one.seconds, then_s)
-        apart = replace(one.reduction, apart=self.rounds.every)
-        change = SumChange((one.reduction,), (apart,), one.size, step_s, then_s)
+        inside_s = max((load.price.scaled(2).seconds(stage_sums.size) for load in loads), default=0.0)
+        then_s = step_s - min(stage_sums.exposed_s, stage_sums.seconds - inside_s)
+        then_s += self.rounds.exposed_s(stage_sums.seconds, then_s)
+        apart = replace(stage_sums.reduction, apart=self.rounds.every)
+        change = SumChange((stage_sums.reduction,), (apart,), stage_sums.size, step_s, then_s)
         refused = self.trials.refused(change.key, _figures(learned, summed))
         return change if self._too_long(step_s, change) and not refused else None
 
     def _back(self, summed: Sequence[Summed], step_s: float) -> SumChange | None:
-        """Where the last round says that a step together takes less again."""
-        (one,), (whole, hidden_s) = summed, self._whole
+        """To sums over all clusters again, where the last round says that such a step takes less."""
+        (stage_sums,), (before_apart, hidden_s) = summed, self._whole
         ended = self.trials.end(_rest(summed, step_s), step_s)
-        together_s = step_s + max(0.0, one.round_s - hidden_s)
+        together_s = step_s + max(0.0, stage_sums.round_s - hidden_s)
         most_s = BACK * self.known[1].apart_from * step_s
-        if ended is None and not 0 < one.round_s <= hidden_s + most_s - step_s:
+        if ended is None and not 0 < stage_sums.round_s <= hidden_s + most_s - step_s:
             return None
-        return SumChange((one.reduction,), whole, one.size, step_s, together_s, back=True)
+        apart = (stage_sums.reduction,)
+        return SumChange(apart, before_apart, stage_sums.size, step_s, together_s, back=True)
 
     def _next(self, plan: Plan, learned: Plan, summed: Sequence[Summed],
               step_s: float) -> SumChange | None:
-        figures, now = _figures(learned, summed), tuple(one.reduction for one in summed)
-        size = max(one.size for one in summed)
+        figures, current = _figures(learned, summed), tuple(stage_sums.reduction for stage_sums in summed)
+        size = max(stage_sums.size for stage_sums in summed)
         if (back := self.trials.end(_rest(summed, step_s), step_s)) is not None:
-            return SumChange(now, back.before, size, step_s, back.now_s, back=True)
-        decided, before = (_by_size(each, *self.known, summed) for each in (learned, plan))
-        found = [self._best(decided[one.size], before[one.size], stage, one)
-                 for stage, one in enumerate(summed)]
-        after = tuple(reduction for reduction, _ in found)
-        if after == now:
+            return SumChange(current, back.before, size, step_s, back.now_s, back=True)
+        decided, before = (_by_size(known_plan, *self.known, summed) for known_plan in (learned, plan))
+        choices = [self._best(decided[stage_sums.size], before[stage_sums.size], stage, stage_sums)
+                   for stage, stage_sums in enumerate(summed)]
+        after = tuple(reduction for reduction, _ in choices)
+        if after == current:
             return None
-        ends = [one.end_s + max(0.0, one.exposed_s - one.seconds + then)
-                for one, (reduction, then) in zip(summed, found)]
-        then_s = step_s + max(ends) - max(one.end_s + one.exposed_s for one in summed)
-        change = SumChange(now, after, size, step_s, then_s)
+        ends = [stage_sums.end_s + max(0.0, stage_sums.exposed_s - stage_sums.seconds + seconds)
+                for stage_sums, (reduction, seconds) in zip(summed, choices)]
+        then_s = step_s + max(ends) - max(stage_sums.end_s + stage_sums.exposed_s for stage_sums in summed)
+        change = SumChange(current, after, size, step_s, then_s)
         return None if then_s > step_s * (1 - GAIN) or self.trials.refused(change.key, figures) else change
 
     def _best(self, decided: Decisions, before: Decisions, stage: int,
-              one: Summed) -> tuple[Reduction, float]:
-        """A stage's way by the rules of the start, and what it takes; the present one where it is as fast,
-        and where the other one would be on networks inside clusters that these groups have not. decided,
-        before: of the learned plan, and of the present one."""
-        reduction = replace(decided.reduction(stage, one.reduction.overlap), compress=one.reduction.compress)
-        every = decided.prices.sums(decided.placement, stage)
-        if in_two_levels(reduction, one.size):
-            if list(map(_inside, every)) != list(map(_inside, before.prices.sums(before.placement, stage))):
-                return one.reduction, one.seconds
-            then = max(sums.both.seconds(one.size) for sums in every if sums.both is not None)
+              stage_sums: Summed) -> tuple[Reduction, float]:
+        """How the rules of the start let a stage sum, and the predicted seconds. The current way, and its
+        measured seconds, where the new one is no faster, or sums in two levels over other networks inside
+        clusters than the current plan's, for which the groups were built. decided: of the learned plan;
+        before: of the current one."""
+        current, current_s, size = stage_sums.reduction, stage_sums.seconds, stage_sums.size
+        reduction = replace(decided.reduction(stage, current.overlap), compress=current.compress)
+        groups = decided.prices.sums(decided.placement, stage)
+        if in_two_levels(reduction, size):
+            if list(map(_inside, groups)) != list(map(_inside, before.prices.sums(before.placement, stage))):
+                return current, current_s
+            seconds = max(group.both.seconds(size) for group in groups if group.both is not None)
         else:
-            then = max(_ring(sums, reduction, one.size).seconds(one.size) for sums in every)
-        return (reduction, then) if then < one.seconds else (one.reduction, one.seconds)
+            seconds = max(_ring(group, reduction, size).seconds(size) for group in groups)
+        return (reduction, seconds) if seconds < current_s else (current, current_s)
 
     def taken(self, change: SumChange, plan: Plan, summed: Sequence[Summed]) -> None:
         """All ranks go on with it; it was decided on what was `summed`."""
@@ -265,11 +268,11 @@ def _inside(sums: Sums) -> list[str]:
 
 
 def _rest(summed: Sequence[Summed], step_s: float) -> tuple[float]:
-    """Of a step, without what it waited for sums."""
-    return (step_s - max(one.exposed_s for one in summed),)
+    """Seconds of a step without its wait for sums."""
+    return (step_s - max(stage_sums.exposed_s for stage_sums in summed),)
 
 
 def _figures(plan: Plan, summed: Sequence[Summed]) -> tuple[float, ...]:
     """Seconds of the largest sum's bytes on each network."""
-    size = max(one.size for one in summed)
+    size = max(stage_sums.size for stage_sums in summed)
     return tuple(8 * size / fabric.rate_bps for fabric in plan.fabrics)

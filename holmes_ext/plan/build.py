@@ -107,10 +107,10 @@ def build_plan(
 def _compared(prices: Prices, placement: Placement) -> dict[str, float]:
     """The step, and stock's."""
     sizes = placement.sizes
-    costs, ones = prices.costs(placement), (1,) * sizes.pipeline
-    result = _times(estimate(costs, ones))
+    costs, split = prices.costs(placement), (1,) * sizes.pipeline
+    result = _times(estimate(costs, split))
     stock, order = _stock(prices, sizes)
-    times = _times(estimate(Prices(stock, prices.job).costs(order), ones))
+    times = _times(estimate(Prices(stock, prices.job).costs(order), split))
     result |= {f"stock_{name}": value for name, value in times.items() if name != "exposed_reduction_seconds"}
     return result
 
@@ -153,7 +153,7 @@ def _check(partition: str, sizes: Sizes | None, model: Model | Profile | None,
         raise HolmesError(f"{what}: the number of stages is not known; give --holmes-sizes pipeline=N")
     if stage_layers and (len(stage_layers) != sizes.pipeline or min(stage_layers) < 1):
         count = f"{len(stage_layers)} numbers for {sizes.pipeline} pipeline stages"
-        raise HolmesError(f"{what}: {count}; give each stage one, 1 or more")
+        raise HolmesError(f"{what}: {count}; give one for each stage, all 1 or more")
     if not stage_layers and model is None:
         raise HolmesError(
             f"{what} needs to know the model: give --holmes-model FILE (examples/models has some)")

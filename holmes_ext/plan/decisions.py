@@ -95,9 +95,9 @@ class Decisions:
         size = INSIDE_BYTES
         if slowest is not None:
             size = bucket_bytes(slowest, sums[0].family.ranks, total_bytes)
-        given = self.options.bucket_bytes
+        user_bytes = self.options.bucket_bytes
         across = [group for group in sums if self.network.across(group.family.kinds)]
-        planned = Reduction(overlap, given or size, compress=self.options.compress)
+        planned = Reduction(overlap, user_bytes or size, compress=self.options.compress)
         return self._in_two_levels(planned, across)
 
     def _in_two_levels(self, planned: Reduction, sums: Sequence[Sums]) -> Reduction:

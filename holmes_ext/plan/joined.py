@@ -76,8 +76,8 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
     result = {}
     for name, nodes in nodes_of(site).items():
         share = samples * nodes / len(site.nodes)
-        whole = unit * nodes * site.processes if share >= unit * nodes * site.processes else unit
-        result[name] = max(1, round(share / whole)) * whole
+        multiple = unit * nodes * site.processes if share >= unit * nodes * site.processes else unit
+        result[name] = max(1, round(share / multiple)) * multiple
     return result
 
 
@@ -108,11 +108,11 @@ class RoundPrices:
     def of(self, every: int, fragments: int, delay: int) -> Setting:
         if (key := (every, fragments, delay)) not in self._known:
             period, bits = every // fragments, _bits(self.parameters, fragments, self.compress)
-            round_seconds = simulate_round(self.site, self._runners, bits, period - delay, delay)
+            round_times = simulate_round(self.site, self._runners, bits, period - delay, delay)
             exposed_s, slower_s = (seconds / period if seconds > _ROUNDING * self.step_s else 0.0
-                                   for seconds in (round_seconds.waited_s, round_seconds.longer_s))
+                                   for seconds in (round_times.waited_s, round_times.longer_s))
             rate = self.samples / (self.step_s + exposed_s + slower_s)
-            self._known[key] = Setting(*key, round_seconds.round_s, exposed_s, slower_s, rate)
+            self._known[key] = Setting(*key, round_times.round_s, exposed_s, slower_s, rate)
         return self._known[key]
 
     def hidden_with(self, fragments: int) -> Setting:
@@ -144,26 +144,25 @@ def _least(of: Callable[[int], Setting], first: int, most: int = 2**40) -> Setti
 
 
 def settings(rounds: RoundPrices) -> list[Setting]:
-    """The default, and with the least `every` at which nothing is exposed: for its fragments, for its
-    delay."""
-    found = [rounds.of(*DEFAULT), rounds.hidden_with(DEFAULT[1]), rounds.hidden_after(DELAY)]
-    return list(dict.fromkeys(choice for choice in found if choice is not None))
+    """The default; then the least `every` that exposes nothing: with its fragments, with its delay."""
+    choices = [rounds.of(*DEFAULT), rounds.hidden_with(DEFAULT[1]), rounds.hidden_after(DELAY)]
+    return list(dict.fromkeys(setting for setting in choices if setting is not None))
 
 
 def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:
-    """What comes of each `every`, to twice the greatest of settings(): by the name of a way to choose the
-    rest."""
-    count, most = DEFAULT[1], 2 * max(setting.every for setting in settings(rounds))
-    doubled = [2**power for power in range(most.bit_length())]
+    """Settings for each `every` up to twice the greatest of settings(), by how the rest is chosen."""
+    count, longest = DEFAULT[1], 2 * max(setting.every for setting in settings(rounds))
+    doubled = [2**power for power in range(longest.bit_length())]
     hidden = rounds.hidden_after(DELAY)
     counts = sorted({*doubled, *((hidden.fragments,) if hidden else ())})
     periods = sorted({*doubled, DELAY + 1, rounds.hidden_with(count).delay + 1})
-    ways = {
+    series = {
         f"fragments={count}, delay=every/{count}-1": [(count * period, count, period - 1)
                                                       for period in periods],
         f"fragments={count}, delay={DELAY}": [(count * period, count, DELAY) for period in periods
                                               if period > DELAY],
-        f"fragments=every/{DELAY + 1}, delay={DELAY}": [(each * (DELAY + 1), each, DELAY) for each in counts],
+        f"fragments=every/{DELAY + 1}, delay={DELAY}": [(n * (DELAY + 1), n, DELAY) for n in counts],
     }
-    return {name: [rounds.of(*point) for point in points if point[0] <= most and point[1] <= MOST_FRAGMENTS]
-            for name, points in ways.items()}
+    return {name: [rounds.of(every, fragments, delay) for every, fragments, delay in points
+                   if every <= longest and fragments <= MOST_FRAGMENTS]
+            for name, points in series.items()}

@@ -73,10 +73,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.processes < 1 or not self.nodes:
-            raise HolmesError("keys 'nodes' and 'processes' name no rank")
+            raise HolmesError("keys 'nodes' and 'processes' must give at least one rank")
         if len(set(self.nodes)) != len(self.nodes):
             twice = next(node for node in self.nodes if self.nodes.count(node) > 1)
-            raise HolmesError(f"key 'nodes': node {twice!r} stands twice")
+            raise HolmesError(f"key 'nodes': node {twice!r} is listed twice")
         if self.sizes is None:
             return
         try:
@@ -84,7 +84,7 @@ class Plan:
         except HolmesError as error:
             raise HolmesError(f"key 'sizes': {error}") from None
         if complete != self.sizes:
-            raise HolmesError("key 'sizes' leaves the data size open")
+            raise HolmesError("key 'sizes' lacks the data size")
         if len(self.loads) not in (0, self.sizes.pipeline):
             raise HolmesError(f"key 'loads' has {len(self.loads)} entries for {self.sizes.pipeline} stages")
         if len(self.stage_layers) % self.sizes.pipeline:
@@ -204,15 +204,15 @@ def _plan(top: Table, traffic: bool) -> Plan:
         known = ", ".join(map(str, VERSIONS[:-1]))
         raise HolmesError(
             f"{top.at('version')} is {version}; this holmes_ext reads versions {known} and {VERSION}")
-    digest, given = top.take("digest", str), {}
+    digest, defaults = top.take("digest", str), {}
     if version == 1:
         top.table("transports")
     elif version < VERSION or not traffic:
         top.tables("traffic")
-        given["traffic"] = ()
-    plan = top.into(Plan, source=top.source, **given)
+        defaults["traffic"] = ()
+    plan = top.into(Plan, source=top.source, **defaults)
     if digest != _digest({key: value for key, value in top.values.items() if key != "digest"}):
-        way_out = "the file was edited or cut; make it again with `holmes plan`"
+        way_out = "the file was edited or truncated; make it again with `holmes plan`"
         raise HolmesError(f"{top.at('digest')} does not match: {way_out}")
     return plan
 
@@ -222,7 +222,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
     here, planned = {node.name for node in site.nodes}, set(plan.nodes)
     if here != planned:
         parts = [f"the plan has node {name!r}, which did not report" for name in sorted(planned - here)[:1]]
-        parts += [f"node {name!r} reported and is not in the plan" for name in sorted(here - planned)[:1]]
+        parts += [f"node {name!r} reported but is not in the plan" for name in sorted(here - planned)[:1]]
         way_out = "make the plan for these nodes with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(parts)}; {way_out}")
     if plan.processes != site.processes:

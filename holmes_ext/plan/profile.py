@@ -75,14 +75,14 @@ class Profile:
                 f"key 'stages' has {len(self.stages)} entries for pipeline {self.sizes.pipeline}")
         blocks = [block for stage in self.stages for block in stage.blocks]
         if sorted(blocks) != list(range(self.blocks)):
-            what = f"key 'stages': blocks {blocks} are not each of 0..{self.blocks - 1} once"
-            raise HolmesError(f"{what}; measure a job whose layers are modules")
+            what = f"key 'stages': blocks {blocks} must be 0..{self.blocks - 1}, each once"
+            raise HolmesError(f"{what}; profile a job whose layers are nn.Modules")
         numbers: dict[str, Any] = {"step_s": self.step_s, "activation_bytes": self.activation_bytes}
         numbers["gradient_bytes"] = self.gradient_bytes
         for index, stage in enumerate(self.stages):
             where = f"stages[{index}]"
-            own = len(stage.forward_s) == len(stage.backward_s) == len(stage.blocks) > 0
-            if not (own and len(stage.before_s) == len(stage.after_s) == 2):
+            lengths_match = len(stage.forward_s) == len(stage.backward_s) == len(stage.blocks) > 0
+            if not (lengths_match and len(stage.before_s) == len(stage.after_s) == 2):
                 needed = ("forward_s and backward_s need a time for each of its blocks, before_s and after_s "
                           "two")
                 raise HolmesError(f"key '{where}': {needed}")
@@ -147,7 +147,7 @@ def load_profile(path: str | Path) -> Profile:
         raise HolmesError(f"{path}: {what}; measure it again") from None
     content = {key: value for key, value in top.values.items() if key != "digest"}
     if not same or _digest(content) != stored["digest"]:
-        what = "key 'digest' does not match: the file was edited or cut"
+        what = "key 'digest' does not match: the file was edited or truncated"
         raise HolmesError(f"{path}: {what}; measure it again with --holmes-profile N")
     return profile
 
@@ -155,19 +155,19 @@ def load_profile(path: str | Path) -> Profile:
 def check_profile(profile: Profile, site: Site, sizes: Sizes | None = None,
                   model: Model | None = None) -> None:
     """HolmesError when the profile is of another cluster, other sizes or another model."""
-    where, own = profile.source, profile.sizes
+    where, measured = profile.source, profile.sizes
     if profile.site_digest != site.digest:
         what = f"key 'site_digest': measured on other clusters or rates than {site.source}"
-        raise HolmesError(f"{where}: {what}; measure it there with --holmes-profile N")
-    if sizes is not None and sizes.complete(site.world_size) != own:
-        what = f"key 'sizes': measured with pipeline {own.pipeline}, tensor {own.tensor}"
+        raise HolmesError(f"{where}: {what}; measure it again on these clusters with --holmes-profile N")
+    if sizes is not None and sizes.complete(site.world_size) != measured:
+        what = f"key 'sizes': measured with pipeline {measured.pipeline}, tensor {measured.tensor}"
         raise HolmesError(f"{where}: {what}; measure it with the sizes asked for")
     if model is None:
         return
     if model.layers != profile.blocks:
         counts = f"{profile.blocks} layers, but {model.source} has {model.layers}"
         raise HolmesError(f"{where}: the profile of another model: {counts}")
-    expected = model.layers_of(own)[1].parameters * model.gradient_width
+    expected = model.layers_of(measured)[1].parameters * model.gradient_width
     if abs(profile.gradient_bytes[1] - expected) > _SAME_MODEL * expected:
         sizes_said = f"{profile.gradient_bytes[1]:.4g} bytes, those of {model.source} {expected:.4g}"
         raise HolmesError(f"{where}: the profile of another model: a layer's gradients are {sizes_said}")
@@ -176,24 +176,25 @@ def check_profile(profile: Profile, site: Site, sizes: Sizes | None = None,
 def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap: bool = False) -> StageCosts:
     """On stages that lie on `clusters` (names for each); HolmesError: the profile has no such stage.
     latency_s holds the optimizer too: both come once a step, after the reduction."""
-    on = [_measured_on(profile, names, stage) for stage, names in enumerate(clusters)]
+    measured = [_measured_on(profile, names, stage) for stage, names in enumerate(clusters)]
     first, last = profile.stages[0], profile.stages[-1]
 
-    def row(one: StageTimes, way: int) -> tuple[float, ...]:
-        ends = first.before_s[way] * _ratio(first, one), last.after_s[way] * _ratio(last, one)
-        return (ends[0], *_blocks(profile, one, way), ends[1])
+    def row(times: StageTimes, direction: int) -> tuple[float, ...]:
+        ends = first.before_s[direction] * _ratio(first, times), last.after_s[direction] * _ratio(last, times)
+        return (ends[0], *_blocks(profile, times, direction), ends[1])
 
     # Who comes last to the embeddings' all-reduce, or to the optimizer's norm, does not wait in it: so the
     # least of the stages' times.
     optimizer = min(stage.optimizer_s for stage in profile.stages)
     edges = [*(_edge(profile, *pair) for pair in zip(clusters, clusters[1:])), 0.0]
     return StageCosts(
-        forward_s=tuple(row(one, 0) for one in on), backward_s=tuple(row(one, 1) for one in on),
-        reduction_s=tuple(tuple(size * one.reduction_s_per_byte for size in profile.gradient_bytes)
-                          for one in on),
+        forward_s=tuple(row(times, 0) for times in measured),
+        backward_s=tuple(row(times, 1) for times in measured),
+        reduction_s=tuple(tuple(size * times.reduction_s_per_byte for size in profile.gradient_bytes)
+                          for times in measured),
         transfer_s=tuple((edge,) * len(profile.gradient_bytes) for edge in edges),
         micro_batches=profile.micro_batches,
-        latency_s=tuple(one.reduction_latency_s + optimizer for one in on),
+        latency_s=tuple(times.reduction_latency_s + optimizer for times in measured),
         tied_s=min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0, overlap=overlap,
         places=tuple(", ".join(names) for names in clusters), hidden=tuple(edges[:-1]),
     )
@@ -202,20 +203,20 @@ def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap:
 def _measured_on(profile: Profile, names: Sequence[str], stage: int) -> StageTimes:
     """The stage of the profile on the same clusters: the one in the same place where there is one."""
     order = [*profile.stages[stage : stage + 1], *profile.stages]
-    result = next((one for one in order if set(one.clusters) == set(names)), None)
+    result = next((stage_times for stage_times in order if set(stage_times.clusters) == set(names)), None)
     if result is None:
         measured = "; ".join(", ".join(stage_times.clusters) for stage_times in profile.stages)
-        what = f"no stage was measured on cluster {', '.join(names)} (stages lay on {measured})"
+        what = f"no stage was measured on cluster {', '.join(names)} (stages ran on {measured})"
         raise HolmesError(f"{profile.source}: {what}; measure this placement")
     return result
 
 
-def _edge(profile: Profile, here: Sequence[str], there: Sequence[str]) -> float:
+def _edge(profile: Profile, source: Sequence[str], target: Sequence[str]) -> float:
     """Seconds of an activation between stages on these clusters; of the slowest edge if none was measured."""
     pairs = list(zip(profile.stages, profile.stages[1:]))
-    wanted = {frozenset(here), frozenset(there)}
-    same = [a.edge_s for a, b in pairs if {frozenset(a.clusters), frozenset(b.clusters)} == wanted]
-    return max(same or [a.edge_s for a, _ in pairs], default=0.0)
+    wanted = {frozenset(source), frozenset(target)}
+    matching = [a.edge_s for a, b in pairs if {frozenset(a.clusters), frozenset(b.clusters)} == wanted]
+    return max(matching or [a.edge_s for a, _ in pairs], default=0.0)
 
 
 def _busy(stage: StageTimes) -> float:
@@ -227,16 +228,18 @@ def _ratio(measured: StageTimes, wanted: StageTimes) -> float:
     return _busy(wanted) / len(wanted.blocks) / (_busy(measured) / len(measured.blocks))
 
 
-def _blocks(profile: Profile, on: StageTimes, way: int) -> list[float]:
-    """Seconds of every block on stage `on`; way 0: forward, 1: backward."""
+def _blocks(profile: Profile, on: StageTimes, direction: int) -> list[float]:
+    """Seconds of every block on stage `on`; direction 0: forward, 1: backward."""
     sizes = profile.gradient_bytes[1:-1]
     homes = {block: stage for stage in profile.stages for block in stage.blocks}
-    alike: dict[float, list[float]] = {}
-    for block, *both in zip(on.blocks, on.forward_s, on.backward_s):
-        alike.setdefault(sizes[block], []).append(both[way])
+    times_of_size: dict[float, list[float]] = {}
+    for block, *times in zip(on.blocks, on.forward_s, on.backward_s):
+        times_of_size.setdefault(sizes[block], []).append(times[direction])
     result = []
     for block, size in enumerate(sizes):
         home = homes[block]
-        own = (home.backward_s if way else home.forward_s)[home.blocks.index(block)] * _ratio(home, on)
-        result.append(sum(alike[size]) / len(alike[size]) if size in alike else own)
+        home_s = home.backward_s if direction else home.forward_s
+        scaled_s = home_s[home.blocks.index(block)] * _ratio(home, on)
+        alike = times_of_size.get(size)
+        result.append(sum(alike) / len(alike) if alike else scaled_s)
     return result

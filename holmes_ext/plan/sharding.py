@@ -58,7 +58,7 @@ def equal_groups(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
         held = ", ".join(f"{name} {len(members)}" for name, members in clusters.items())
         raise HolmesError(
             f"clusters hold different numbers of the {len(ranks)} ranks that FSDP shards over ({held}): a "
-            f"mesh is a box; start as many nodes in each"
+            f"device mesh is rectangular; start the same number of nodes in each"
         )
     return list(clusters.values())
 

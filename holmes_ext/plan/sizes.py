@@ -44,7 +44,7 @@ class Sizes:
             if getattr(self, name) < 1:
                 raise HolmesError(f"parallel size {name} is {getattr(self, name)}; it must be 1 or more")
         if self.data < 0:
-            least = "it must be 1 or more, or 0 for what the world size leaves"
+            least = "it must be 1 or more, or 0 to derive it from the world size"
             raise HolmesError(f"parallel size data is {self.data}; {least}")
         axes = self.order.split("-")
         unknown = [axis for axis in axes if axis not in (*AXES, "ep")]
@@ -69,18 +69,17 @@ class Sizes:
         data = self.data or world_size // model
         if model * data != world_size or data == 0:
             product = f"pipeline {self.pipeline} x tensor {self.tensor} x context {self.context}"
-            product += f" x data {self.data}" if self.data else ""
-            fits = self._fits(world_size, processes)
-            raise HolmesError(f"{product} does not divide the world size {world_size}; {fits}")
+            wrong = f"{product} x data {self.data} is not" if self.data else f"{product} does not divide"
+            raise HolmesError(f"{wrong} the world size {world_size}; {self._fits(world_size, processes)}")
         if (data * self.context * self.tensor) % self.expert:
             raise HolmesError(f"expert size {self.expert} does not divide data {data} x context x tensor")
         return Sizes(self.pipeline, self.tensor, self.context, self.expert, data, self.order)
 
     def _fits(self, world: int, processes: int) -> str:
         """What would divide: "for tensor 8: pipeline 1, 2, 7, 14; or 12 or 16 nodes for pipeline 4"."""
-        inner, whole = self.tensor * self.context, self.tensor * self.context * self.pipeline
-        told = f"tensor {self.tensor}" + (f" x context {self.context}" if self.context > 1 else "")
-        unit = math.lcm(whole, processes)
+        inner, model = self.tensor * self.context, self.tensor * self.context * self.pipeline
+        fixed = f"tensor {self.tensor}" + (f" x context {self.context}" if self.context > 1 else "")
+        unit = math.lcm(model, processes)
         known = sorted({ranks for ranks in (world // unit * unit, -(-world // unit) * unit)
                         if ranks} - {world})
         counts = " or ".join(str(ranks // processes) for ranks in known)
@@ -92,7 +91,7 @@ class Sizes:
             return f"tensor {_listed(fitting)} would (context {self.context}); or {others}"
         fitting = [size for size in range(1, world // inner + 1) if world // inner % size == 0]
         near = sorted(sorted(fitting, key=lambda size: abs(math.log(size / self.pipeline)))[:6])
-        return f"for {told}: pipeline {_listed(near)}; or {others}"
+        return f"for {fixed}: pipeline {_listed(near)}; or {others}"
 
     def tensor_inside(self, processes: int) -> bool:
         """Whether every tensor group lies in one node of so many processes."""
@@ -109,8 +108,7 @@ class Sizes:
         return {axis: math.prod(sizes[:index]) for index, axis in enumerate(self.axes)}
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in the coordinate `axis` alone ("dp": its data-parallel
-        group)."""
+        """The ranks that differ from `rank` in coordinate `axis` alone ("dp": its data-parallel group)."""
         stride, size = self.strides()[axis], self.size(axis)
         first = rank - (rank // stride % size) * stride
         return tuple(first + index * stride for index in range(size))
@@ -145,14 +143,14 @@ def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
     return grid, strides
 
 
-def _expert_groups(sizes: Sizes, whole: dict[str, int]) -> list[tuple[int, ...]]:
+def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int, ...]]:
     grid, strides = expert_grid(sizes)
-    stage = _span(whole, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
+    stage = _span(rank_strides, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
     members = _span(strides, {"ep": grid["ep"]})
     firsts = _span(strides, {"tp": grid["tp"], "dp": grid["dp"]})
     local = [[stage[first + member] for member in members] for first in firsts]
-    shifts = [index * whole["pp"] for index in range(sizes.pipeline)]
-    return sorted(tuple(rank + shift for rank in own) for own in local for shift in shifts)
+    shifts = [index * rank_strides["pp"] for index in range(sizes.pipeline)]
+    return sorted(tuple(rank + shift for rank in group) for group in local for shift in shifts)
 
 
 def _span(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
@@ -170,10 +168,10 @@ def _listed(values: Sequence[int]) -> str:
 def parse_sizes(text: str, where: str) -> Sizes:
     """Sizes from "pipeline=2,tensor=1" (keys: pipeline, tensor, context, expert, data, order)."""
     values: dict[str, Any] = {}
-    given = named_values(text.split(","), [item.name for item in fields(Sizes)], where)
-    for key, value in given.items():
+    named = named_values(text.split(","), [item.name for item in fields(Sizes)], where)
+    for key, value in named.items():
         if key != "order" and not (value.isdecimal() and len(value) < 10):
             raise HolmesError(
-                f"{where}: {key} is {value!r:.80}, which is not a whole number that a job can have")
+                f"{where}: {key} is {value!r:.80}, which is not a whole number below 10^9")
         values[key] = value if key == "order" else int(value)
     return Sizes(**values)

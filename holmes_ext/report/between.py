@@ -26,10 +26,10 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> 
     figure, axis = plt.subplots(figsize=(side, side * half / 1.4), layout="constrained")
     place = {name: (-cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names)))
              for i, name in enumerate(names)}
-    way = {pair: site.wan.hops(*pair) for pair in combinations(names, 2)}
-    rates = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in way.items()}
+    paths = {pair: site.wan.hops(*pair) for pair in combinations(names, 2)}
+    rates = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}
     fastest = max((rate for rate in rates.values() if rate < inf), default=1.0)
-    for number, (pair, hops) in enumerate(way.items()):
+    for number, (pair, hops) in enumerate(paths.items()):
         ends = [place[name] for name in pair]
         width = 5 * min(1.0, rates[pair] / fastest) + 0.3
         axis.plot(*zip(*ends), color="#999999", lw=width, zorder=1, solid_capstyle="round")

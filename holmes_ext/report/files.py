@@ -264,6 +264,6 @@ def _check_one_run(ranks: list[RankFile]) -> None:
         of = [f"{file.path.name} is of run {file.head['run']} (world {file.head['world']})"
               for file in (first, rank)]
         if of[0].partition(" ")[2] != of[1].partition(" ")[2]:
-            raise HolmesError(f"{rank.path.parent}: files of two runs are mixed: {', '.join(of)}; part them")
+            raise HolmesError(f"{rank.path.parent}: files of two runs are mixed: {', '.join(of)}; split them")
         if rank.rank == first.rank:
             raise HolmesError(f"{first.path} and {rank.path} are both of rank {rank.rank}; keep one")

@@ -19,10 +19,10 @@ def over_time_figure(run: Run, plans: tuple[PlanRow, ...]) -> Any:
     to take."""
     plt, steps = pyplot(), run.steps
     took = [max(rank.steps[step]["end"] - rank.steps[step]["begin"] for rank in run.ranks) for step in steps]
-    each = ceil(len(steps) / POINTS)
-    points = [statistics.median(took[first : first + each]) for first in range(0, len(took), each)]
+    stride = ceil(len(steps) / POINTS)
+    points = [statistics.median(took[first : first + stride]) for first in range(0, len(took), stride)]
     figure, axis = plt.subplots(figsize=(11, 3.2), layout="constrained")
-    axis.plot(steps[::each], points, color=INK, lw=0.8, marker=".", ms=3, label="step, slowest rank")
+    axis.plot(steps[::stride], points, color=INK, lw=0.8, marker=".", ms=3, label="step, slowest rank")
     for number, plan in enumerate(plans):
         last = number + 1 == len(plans)
         begin, end = plan.step - 0.5, (steps[-1] + 1 if last else plans[number + 1].step) - 0.5

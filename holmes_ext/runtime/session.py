@@ -116,8 +116,8 @@ class GroupRecord:
 @dataclass(frozen=True)
 class DoneReduction:
     """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; two_levels:
-    else one ring; overlap: under the last backward; told: the user knows why it differs; follows: the plan's
-    changes; why_not_apart: why its clusters cannot go apart; round_s: of their last round."""
+    else one ring; overlap: under the last backward; reported: the user knows why it differs; follows: the
+    plan's changes; why_not_apart: why its clusters cannot go apart; round_s: of their last round."""
 
     planned: Reduction
     bytes: float

@@ -119,7 +119,7 @@ def test_a_shorter_micro_batch_ends_the_job_in_one_line(two_clusters, step):
     assert set(result.statuses.values()) == {2}, result.outputs
     told = (r"holmes: pipeline edge from stage 0 to stage 1 \(to rank [23]\): micro-batch 1 is \(3, 8\) "
             r"torch.float32,")
-    told += r" announced was \(4, 8\) torch.float32; give all"
+    told += r" expected \(4, 8\) torch.float32; give all"
     lines = [line for line in said(result) if re.search(told, line)]
     assert lines, result.outputs
     for rank, text in result.outputs.items():

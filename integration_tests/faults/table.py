@@ -123,7 +123,7 @@ AT_START = (
     Fault("an InfiniBand NIC without link", (r"node a1: mlx5_0:1 is DOWN.*uses Ethernet instead",), 0,
           (cable("a1", "ib0"),), default=False),
     Fault("a fast NIC set down on its node", (B_PAIR, MOVED), 0, (set_down("b1", "roce0"),), default=False),
-    Fault("a fast NIC set down on its node, fail", (B_PAIR, r"mend that, or let --holmes-fallback ethernet"),
+    Fault("a fast NIC set down on its node, fail", (B_PAIR, r"fix that, or use --holmes-fallback ethernet"),
           2, (set_down("b1", "roce0"),), flags=FAIL, default=False),
     Fault("unreachable on its fast NIC alone", (B_PAIR + ".*(no answer to connect|No route)", MOVED), 0,
           (silent("b1", "roce0"),)),
@@ -136,10 +136,10 @@ AT_START = (
     Fault("no route to the fast NIC", (B_PAIR, MOVED), 0, (blackhole("b0", ROCE1),), default=False),
     Fault("no way back from the fast NIC", (B_PAIR, MOVED), 0, (blackhole("b1", ROCE0),), default=False),
     Fault("Ethernet does not reach between two nodes",
-          (r"node b0 .rank 2, eth0, 10.77.0.3. does not reach node b1 .rank 3, eth0, 10.77.0.4.*mend its "
+          (r"node b0 .rank 2, eth0, 10.77.0.3. does not reach node b1 .rank 3, eth0, 10.77.0.4.*fix its "
            r"cable",),
           2, (blackhole("b0", B1),)),
-    Fault("Ethernet answers in one direction", (r"node b0 .rank 2, eth0.*does not reach node b1 .*mend its "
+    Fault("Ethernet answers in one direction", (r"node b0 .rank 2, eth0.*does not reach node b1 .*fix its "
                                                 r"cable",), 2,
           (blackhole("b1", B0),), default=False),
     Fault("Ethernet gone on a node", (r"1 of 4 ranks did not report within 5 s: rank 2",), 2,

@@ -62,8 +62,8 @@ HANGS = (
            r"for it",
            "its host waits in cudaDeviceSynchronize")),
     Hangs("both_send_first", (r"kernel Send to 1 \(16777216 bytes\).*waits for room at rank 1",)),
-    Hangs("another_collective", ("unlike collectives.*AllReduce of.* on rank 0; Broadcast of.* on rank 1",)),
-    Hangs("sizes_differ", (r"unlike collectives.*AllReduce of 1048576 Float32 on rank 0; AllReduce of 1024 "
+    Hangs("another_collective", ("mismatched coll.*AllReduce of.* on rank 0; Broadcast of.* on rank 1",)),
+    Hangs("sizes_differ", (r"mismatched coll.*AllReduce of 1048576 Float32 on rank 0; AllReduce of 1024 "
                            r"Float32 on"
                            " rank 1",)),
     Hangs("one_hardware_queue", ("stands in hardware queue 0 behind", "kernel Recv from 1"), ONE_QUEUE,
@@ -126,7 +126,7 @@ def test_hangs_are_ended_and_named(lab, gpus, one):
                   end_s=300.0 if one.circle else 3.0)
     report = "\n".join(ran.hang)
     assert ("each of these waits for the next" if one.circle
-            else "no rank has moved on for 3 s") in report, ran.said
+            else "no rank progressed for 3 s") in report, ran.said
     for text in one.told:
         assert re.search(text, report), report
     assert f'in {one.fault}' in report  # the Python stack

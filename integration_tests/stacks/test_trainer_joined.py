@@ -28,4 +28,4 @@ def test_trainers_read_different_parts(tmp_path):
     east, west = run(tmp_path, (2, command(2)), (1, command(4)), parts)
     assert min(abs(a - b) for a, b in zip(east, west)) > 1e-5, "the same data"
     for name in ("east", "west"):
-        assert "is the script's part" not in (tmp_path / f"{name}.json.txt").read_text()
+        assert "the script must make" not in (tmp_path / f"{name}.json.txt").read_text()

@@ -172,18 +172,18 @@ def _schedule_class() -> type:
                 yield [schedule.SendActivation(buffer)]
 
         def _backward(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
-            engine, came = self.engine, None
+            engine, received = self.engine, None
             if self.stage_id == self.stages - 1:  # the engine knows the loss of its last forward pass only
                 engine.loss = self.losses.pop(micro_batch)
             else:
                 yield [schedule.RecvGrad(buffer)]
-                came = engine.grad_layer
+                received = engine.grad_layer
                 if self.splits:  # the next gradient comes into the same buffer, and this one is needed then
-                    several = isinstance(came, list)
-                    engine.grad_layer = [one.clone() for one in came] if several else came.clone()
+                    several = isinstance(received, list)
+                    engine.grad_layer = [grad.clone() for grad in received] if several else received.clone()
             sent = [schedule.SendGrad(buffer)] if self.stage_id else []
             yield [schedule.BackwardPass(buffer), *sent]
-            engine.grad_layer = came
+            engine.grad_layer = received
 
         def _weights(self, micro_batch: int) -> None:
             engine = self.engine
@@ -207,11 +207,11 @@ def _planned_for(engine: Any) -> Flight | None:
     current = session.active()
     if current is None or _mailbox is None or engine.num_stages == 1:
         return None
-    found = flight_of(current.plan_for(engine_sizes(current, engine)), network_api_of(backend_of()))
-    if reason := unsupported(engine, found) if found else None:
+    flight = flight_of(current.plan_for(engine_sizes(current, engine)), network_api_of(backend_of()))
+    if reason := unsupported(engine, flight) if flight else None:
         text = f"DeepSpeed's own pipeline schedule is used: {reason}"
         tell(current, text, once=text)
-    return None if reason else found
+    return None if reason else flight
 
 
 @by_name

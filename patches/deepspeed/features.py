@@ -12,13 +12,13 @@ _of = partial(Feature, versions="deepspeed>=0.14.4,<0.20", tried=("0.16.9", "0.1
 
 P2P = _of("deepspeed-p2p", what="stages of one cluster send over its fabric")
 EDGES = _of("deepspeed-edges", option="inflight", idle=("off",), what="sends between stages do not block")
-ADAPT = _of("deepspeed-adapt", option="adapt", idle=("off",), what="the plan learns while the job runs")
+ADAPT = _of("deepspeed-adapt", option="adapt", idle=("off",), what="adapts the plan while the job runs")
 GRID_CHECK = _of("deepspeed-grid-check", what="checks that the script's pipeline is the plan's")
 PARTITION = _of("deepspeed-partition", what="layers of each stage as planned")
 CHECKPOINTS = _of("deepspeed-checkpoints", what="refuses checkpoints of another split; writes latest last")
 OVERLAP = _of("overlap", option="overlap", idle=("off",), what="gradients travel during the last backward")
 TWO_LEVEL = _of("two-level", what="gradients of groups over several clusters in two levels")
-NARROW = _of("deepspeed-narrow", option="edges", idle=("off",), what="activations between clusters narrower")
+NARROW = _of("deepspeed-narrow", option="edges", idle=("off",), what="bf16/int8 activations across clusters")
 TIED = _of("deepspeed-tied", what="tied weights' gradients cross clusters once, in parts")
 PROFILE = _of("deepspeed-profile", option="profile", idle=("",),
               what="measures layers for holmes plan --profile")

@@ -73,7 +73,7 @@ _AXES = {"pipe": ("get_pipe_parallel", "get_pipeline_model_parallel"),
 
 def _of_axis(engine: Any, axis: str, what: str, otherwise: int) -> int:
     grid = getattr(engine, "grid", None) or engine.mpu
-    names = [name for each in _AXES[axis] if hasattr(grid, name := f"{each}_{what}")]
+    names = [name for prefix in _AXES[axis] if hasattr(grid, name := f"{prefix}_{what}")]
     return int(getattr(grid, names[0])()) if names else otherwise
 
 
@@ -187,8 +187,8 @@ def _load(wrapped, instance, load_dir, tag=None, *rest, **more):
 
         training.load_joined_state_dict(torch.load(file, map_location="cpu", weights_only=True), str(file))
     elif instance.global_rank == 0:
-        told = "holds no outer state: the job joins like a new one"
-        print(f"holmes: {file.parent} {told}", file=sys.stderr, flush=True)
+        text = "holds no outer state: the job joins like a new one"
+        print(f"holmes: {file.parent} {text}", file=sys.stderr, flush=True)
     return path, client_state
 
 

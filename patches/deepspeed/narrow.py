@@ -39,20 +39,20 @@ def _wire_to(stage: int) -> Wire:
     from deepspeed.runtime.pipe import p2p
 
     grid: Any = p2p._grid
-    own, stages = grid.get_stage_id(), grid.pipe_parallel_size
+    my_stage, stages = grid.get_stage_id(), grid.pipe_parallel_size
     sizes = grid_sizes(current, stages, grid.get_slice_parallel_world_size())
     planned = current.plan_for(sizes).traffic_of(network_api).edges
-    before = min(own, stage) if abs(own - stage) == 1 else stages - 1
+    before = min(my_stage, stage) if abs(my_stage - stage) == 1 else stages - 1
     narrow = planned[before % len(planned)].narrow
-    return Wire(narrow=narrow, edge=f"stage {own}'s edge to stage {stage}") if narrow != "off" else PLAIN
+    return Wire(narrow=narrow, edge=f"stage {my_stage}'s edge to stage {stage}") if narrow != "off" else PLAIN
 
 
 def _wire_to_rank(peer: int) -> Wire:
     from deepspeed.runtime.pipe import p2p
 
     grid: Any = p2p._grid
-    own = grid.get_stage_id()
-    near = (stage % grid.pipe_parallel_size for stage in (own - 1, own + 1))
+    my_stage = grid.get_stage_id()
+    near = (stage % grid.pipe_parallel_size for stage in (my_stage - 1, my_stage + 1))
     return _wire_to(next(stage for stage in near if grid.stage_to_global(stage_id=stage) == peer))
 
 

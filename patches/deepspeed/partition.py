@@ -53,9 +53,9 @@ def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source:
     total = sum(stage_layers)
     most = most_frequent(names, total)
     if most is None or names.count(most) != total:
-        found = f"{names.count(most)} layers of class {most}" if most else "no layer class that repeats"
+        actual = f"{names.count(most)} layers of class {most}" if most else "no layer class that repeats"
         said = f"{source}: key 'stage_layers': {'+'.join(map(str, stage_layers))} = {total} layers"
-        raise HolmesError(f"{said}, but the model has {found}; make the plan for this model")
+        raise HolmesError(f"{said}, but the model has {actual}; make the plan for this model")
     blocks = [index for index, name in enumerate(names) if name == most]
     return [0, *(blocks[first] for first in itertools.accumulate(stage_layers[:-1])), len(names)]
 

@@ -37,11 +37,11 @@ def labels_of(module: Any) -> list[str | int]:
     if blocks is None:
         raise HolmesError(
             "--holmes-profile: no layer class of the model repeats: nothing to measure layer by layer")
-    first, last, found, number = names.index(blocks), len(names) - 1 - names[::-1].index(blocks), [], -1
+    first, last, labels, number = names.index(blocks), len(names) - 1 - names[::-1].index(blocks), [], -1
     for index, name in enumerate(names):
         number += name == blocks
-        found.append("before" if index < first else "after" if index > last else number)
-    return found
+        labels.append("before" if index < first else "after" if index > last else number)
+    return labels
 
 
 def own_layers(module: Any) -> list[tuple[str | int, Any]]:
@@ -50,22 +50,22 @@ def own_layers(module: Any) -> list[tuple[str | int, Any]]:
 
 
 def gradient_bytes(layers: list[tuple[str | int, Any]]) -> dict[str | int, float]:
-    found: dict[str | int, float] = {}
+    by_label: dict[str | int, float] = {}
     for label, layer in layers:
         parameters = layer.parameters() if hasattr(layer, "parameters") else ()
-        found[label] = found.get(label, 0.0) + sum(p.nbytes for p in parameters if p.requires_grad)
-    return found
+        by_label[label] = by_label.get(label, 0.0) + sum(p.nbytes for p in parameters if p.requires_grad)
+    return by_label
 
 
 def _install(engine: Any, steps: int) -> Profiler:
     from torch.nn import Module
 
-    made = profiler(steps)
-    made.watch([(label, layer) for label, layer in own_layers(engine.module) if isinstance(layer, Module)])
+    prof = profiler(steps)
+    prof.watch([(label, layer) for label, layer in own_layers(engine.module) if isinstance(layer, Module)])
 
     def timed(kind: str, function: Any) -> Any:
         def call(self, *args, **kwargs):
-            with made.span(kind):
+            with prof.span(kind):
                 return function(self, *args, **kwargs)
 
         return call
@@ -76,36 +76,36 @@ def _install(engine: Any, steps: int) -> Profiler:
         else function
         for instruction, function in type(engine)._INSTRUCTION_MAP.items()
     }
-    return made
+    return prof
 
 
 @with_session
 def _train_batch(current, wrapped, instance, args, kwargs):
     if instance not in _profilers:
         _profilers[instance] = _install(instance, current.options.profile_steps)
-    mine = _profilers[instance]
-    if mine is None:
+    prof = _profilers[instance]
+    if prof is None:
         return wrapped(*args, **kwargs)
-    with mine.step():
+    with prof.step():
         result = wrapped(*args, **kwargs)
-    if mine.finished:
+    if prof.finished:
         _profilers[instance] = None
-        mine.release()
+        prof.release()
         del instance._INSTRUCTION_MAP
-        _publish(current, instance, mine)
+        _publish(current, instance, prof)
     return result
 
 
-def _publish(current: session.Session, engine: Any, mine: Profiler) -> None:
+def _publish(current: session.Session, engine: Any, prof: Profiler) -> None:
     import deepspeed
     from deepspeed.runtime.pipe import p2p
 
-    own = {
+    report = {
         "framework": f"deepspeed {deepspeed.__version__}", "stage": engine.stage_id,
         "tensor": engine.grid.model_parallel_size, "micro_batches": engine.micro_batches,
         "activation_bytes": _activation_bytes(engine),
     }  # fmt: skip
-    publish(current, mine, own, stages=engine.num_stages,
+    publish(current, prof, report, stages=engine.num_stages,
             gradient_bytes=gradient_bytes(own_layers(engine.module)),
             group=engine.grid.get_data_parallel_group(), device=engine.device, send=p2p.send,
             receive=p2p.recv)  # fmt: skip

@@ -35,8 +35,8 @@ from holmes_ext.runtime.groups.backend import backend_of, one_hardware_queue
 from holmes_ext.runtime.groups.grid import tell
 
 _ONE_QUEUE = (
-    "CUDA_DEVICE_MAX_CONNECTIONS=1: the gradients of all stages but the first leave when their last backward "
-    "pass has ended, as in the one hardware queue they would hold it up"
+    "CUDA_DEVICE_MAX_CONNECTIONS=1: the gradients of all stages but the first are sent after their last "
+    "backward pass, which they would delay in the single hardware queue"
 )
 #: engine -> its _Overlap, or None where its configuration is not supported.
 _overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDictionary()

@@ -132,7 +132,7 @@ def _stage_3(current: session.Session, engine: Any) -> str:
     seconds = sharded_seconds(plan, ranks, once if size > 1 else replace(once, again=1), network_api)
     text = (f"ZeRO 3 gathers {format_bytes(weights)} of weights across clusters {', '.join(clusters)} in "
             f"every micro-batch, {seconds:.3g} s of it (predicted)")
-    crossing = straddling_rows(plan, [range(one, one + size) for one in range(0, plan.world_size, size)])
+    crossing = straddling_rows(plan, [range(rank, rank + size) for rank in range(0, plan.world_size, size)])
     if size > 1 and crossing:
         return f"{text}; zero_hpz_partition_size {size} crosses in the backward pass too: {crossing}"
     if size > 1 or least < 2:

@@ -48,8 +48,10 @@ class ByVersion:
     """What the versions of one distribution call differently, as a table: a line stands for the release that
     it names and every later one, up to the next line of that name; the oldest first.
 
-        BY_VERSION = ByVersion("torch", {"parameter groups": (("0", lambda state: ...), ("2.12", lambda state:
-        ...))}) BY_VERSION["parameter groups"](state)
+        BY_VERSION = ByVersion("torch", {
+            "parameter groups": (("0", lambda state: ...), ("2.12", lambda state: ...)),
+        })
+        BY_VERSION["parameter groups"](state)
     """
 
     def __init__(self, distribution: str, table: dict[str, tuple[tuple[str, Any], ...]]):
@@ -126,8 +128,8 @@ class Feature:
         if version is None or release_of(version).release[:2] <= newest.release[:2]:
             return ""
         silent = release_of(version) is UNKNOWN
-        told = "says nothing" if silent else f"is newer than {newest}, the newest that was tried"
-        return f"{self.requirement.name} {version} {told}: what fits it is on"
+        status = "says nothing" if silent else f"is newer than {newest}, the newest that was tried"
+        return f"{self.requirement.name} {version} {status}: patches that fit are on"
 
 
 @dataclass(frozen=True)

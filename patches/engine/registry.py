@@ -108,7 +108,7 @@ class Registry:
             if patch.feature != progress.feature or any(patch.target == other.target
                                                         for other in progress.patches):
                 raise ValueError(
-                    f"{patch.feature.name}: {patch.target} stands twice, or in two features of one name")
+                    f"{patch.feature.name}: {patch.target} is given twice, or in two features of one name")
             progress.patches.append(patch)
 
     def enable(
@@ -160,11 +160,11 @@ class Registry:
             if not (feature := self._features[name].feature).asked_for(options):
                 raise HolmesError(
                     f"--holmes-require {name}: it is used with {feature.asked_by}; give that too")
-        wanted = [one.feature for name, one in self._features.items() if name not in required]
+        wanted = [progress.feature for name, progress in self._features.items() if name not in required]
         self.enable(feature.name for feature in wanted
                     if feature.asked_for(options) and (feature.version_of or feature.installed()))
-        for one in self._features.values():
-            one.required |= one.feature.binding and one.off is None
+        for progress in self._features.values():
+            progress.required |= progress.feature.binding and progress.off is None
 
     def undo(self) -> None:
         """Take every patch off: each attribute and copy is its original again, inherited ones are gone."""
@@ -185,39 +185,43 @@ class Registry:
     def statuses(self) -> list[PatchStatus]:
         """The state of every patch, in the order of registration within each feature."""
         with self._lock:
-            return [PatchStatus(name, patch.target, one.state(patch), one.off or patch.reason, one.version)
-                    for name, one in self._features.items() for patch in one.patches]
+            return [PatchStatus(name, patch.target, progress.state(patch), progress.off or patch.reason,
+                                progress.version)
+                    for name, progress in self._features.items() for patch in progress.patches]
 
     def summary(self) -> tuple[list[str], dict[str, str]]:
         """Features that are on, and those that are off though they were wanted, with the reason. One whose
         framework shows only when it is imported counts as on from then."""
         with self._lock:
-            on = [name for name, one in self._features.items()
-                  if one.off is None and (one.applied or not one.feature.version_of)]
-            return on, {name: one.off for name, one in self._features.items() if one.off
-                        and one.off != _UNWANTED}
+            on = [name for name, progress in self._features.items()
+                  if progress.off is None and (progress.applied or not progress.feature.version_of)]
+            return on, {name: progress.off for name, progress in self._features.items()
+                        if progress.off and progress.off != _UNWANTED}
 
     def untried(self) -> dict[str, list[str]]:
         """ "deepspeed 0.20.0" -> features that are on under it, outside their range, as the user asked."""
-        found: dict[str, list[str]] = {}
+        by_version: dict[str, list[str]] = {}
         with self._lock:
-            for name, one in self._features.items():
-                if one.untried:
-                    found.setdefault(f"{one.feature.requirement.name} {one.version}", []).append(name)
-        return found
+            for name, progress in self._features.items():
+                if progress.untried:
+                    version = f"{progress.feature.requirement.name} {progress.version}"
+                    by_version.setdefault(version, []).append(name)
+        return by_version
 
     def beyond_tried(self) -> list[str]:
         """Of the versions under which features are on, those that nobody tried."""
         with self._lock:
-            on = (one for one in self._features.values() if one.off is None and not one.untried)
-            return sorted({text for one in on if (text := one.feature.beyond_tried(one.version))})
+            on = (progress for progress in self._features.values()
+                  if progress.off is None and not progress.untried)
+            texts = {progress.feature.beyond_tried(progress.version) for progress in on}
+            return sorted(texts - {""})
 
     def states(self) -> dict[str, str]:
         """ "feature target" -> "off" or "on VERSION": equal on ranks that are patched alike. A patch that
         waits counts as on, since a rank may import a module later than another."""
         with self._lock:
-            return {f"{name} {patch.target}": "off" if one.off else f"on {one.version}"
-                    for name, one in self._features.items() for patch in one.patches}
+            return {f"{name} {patch.target}": "off" if progress.off else f"on {progress.version}"
+                    for name, progress in self._features.items() for patch in progress.patches}
 
     def _watch(self, name):
         """Have _imported called once the module is there. Not under the lock: wrapt may call at once."""

@@ -49,10 +49,10 @@ def source_misfit(patch: Patch) -> str | None:
     node = _parsed(source)
     for part in patch.qualname.split("."):
         body = list(_statements(node.body))
-        found = [child for child in body if _binds(child, part)]
-        if not found:
+        bindings = [child for child in body if _binds(child, part)]
+        if not bindings:
             return None if _may_have_more(node, body) else f"{patch.module} has no {patch.qualname}"
-        node = found[-1]
+        node = bindings[-1]
         if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             return None  # bound by an assignment or an import
     if isinstance(node, ast.ClassDef):

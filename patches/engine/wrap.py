@@ -26,14 +26,14 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     instance), in their order; *rest and **more take the others. Patch.parameters are their names."""
 
     @wraps(wrapper)
-    def outer(*given):
-        *before, args, kwargs = given
+    def outer(*arguments):
+        *before, args, kwargs = arguments
         return wrapper(*before, *args, **kwargs)
 
-    own, named = ("current", "wrapped", "instance"), inspect.signature(wrapper).parameters.items()
-    rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    supplied, named = ("current", "wrapped", "instance"), inspect.signature(wrapper).parameters.items()
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     outer.parameters = tuple(  # type: ignore[attr-defined]
-        name for name, parameter in named if name not in own and parameter.kind not in rest)
+        name for name, parameter in named if name not in supplied and parameter.kind not in variadic)
     return outer
 
 

@@ -134,12 +134,12 @@ def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
     sizes = sizes_of(asked, dist.get_world_size())
     # No name for the old group here: what holds it keeps its listeners, and ranks of the new one would meet
     # them.
-    again = _init_arguments(dist.group.WORLD)
+    arguments = _init_arguments(dist.group.WORLD)
     dist.destroy_process_group()
     # Several instances: see patches/megatron/command_line/arguments.py, sizes_from_arguments.
     enable(**({} if asked["num_distributed_optimizer_instances"] > 1
               else {"sizes": say(sizes).replace(" ", "")}))
-    dist.init_process_group(**again)
+    dist.init_process_group(**arguments)
 
 
 def _init_arguments(world: Any) -> dict[str, Any]:
@@ -153,21 +153,21 @@ def _init_arguments(world: Any) -> dict[str, Any]:
 
     backend = dist.get_backend(world)
     device_type = "cuda" if "nccl" in backends(backend).values() else "cpu"
-    own = world._get_backend(torch.device(device_type))
-    again: dict[str, Any] = {"backend": backend}
+    process_group = world._get_backend(torch.device(device_type))
+    arguments: dict[str, Any] = {"backend": backend}
     if device_type == "cuda":
-        if world.bound_device_id is not None or own._is_initialized():
+        if world.bound_device_id is not None or process_group._is_initialized():
             raise HolmesError(
                 "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
                 "device_id of init_process_group, or for a collective since), and chosen its devices for the "
                 "whole process; call holmes_ext.enable() before init_process_group, or start with --holmes"
             )
-        again["pg_options"] = own.options
-    if (timeout := getattr(getattr(own, "options", None), "_timeout", None)) is not None:
-        again["timeout"] = timeout
+        arguments["pg_options"] = process_group.options
+    if (timeout := getattr(getattr(process_group, "options", None), "_timeout", None)) is not None:
+        arguments["timeout"] = timeout
     if world.bound_device_id is not None:
-        again["device_id"] = world.bound_device_id
-    return again
+        arguments["device_id"] = world.bound_device_id
+    return arguments
 
 
 # --------------------------------------------------------------------------- layers
@@ -212,10 +212,10 @@ def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) ->
 
 
 def planned_layout(
-    current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own: str
+    current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own_split: str
 ) -> str | None:
     """The layout string of the plan; None when it leaves the layers to megatron-core or the user splits them
-    (`own`).
+    (`own_split`).
 
     HolmesError when the plan's stages are not the job's or its layers are not the model's.
     """
@@ -223,10 +223,10 @@ def planned_layout(
     if not plan.stage_layers or pipeline == 1:
         return None
     layout, problem = layout_of(plan.stage_layers, mtp_layers), ""
-    if own:
-        if own != layout:
-            text = f"your own ({own}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
-            tell(current, f"layers for each stage: {text}", once=f"layers {own}")
+    if own_split:
+        if own_split != layout:
+            text = f"your own ({own_split}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
+            tell(current, f"layers for each stage: {text}", once=f"layers {own_split}")
         return None
     if len(plan.stage_layers) != pipeline * virtual:
         job_s = f"the job runs pipeline {pipeline} x virtual pipeline {virtual}"
@@ -261,18 +261,18 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
 def _layers_as_planned(current, wrapped, instance, args, kwargs):
     """TransformerConfig.__post_init__, before which every field is as the program gave it."""
     if not getattr(instance, "is_hybrid_model", False):
-        own = getattr(instance, "pipeline_model_parallel_layout", None)
+        own_split = getattr(instance, "pipeline_model_parallel_layout", None)
         splits = ", ".join(name for name in _OWN_SPLITS if getattr(instance, name))
-        own = str(own) if own is not None else splits
+        own_split = str(own_split) if own_split is not None else splits
         pipeline = instance.pipeline_model_parallel_size
         virtual = instance.virtual_pipeline_model_parallel_size or 1
         mtp_layers, planned = getattr(instance, "mtp_num_layers", None) or 0, current.plan.stage_layers
-        layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own)
+        layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own_split)
         if layout is not None and has("layout"):
             instance.pipeline_model_parallel_layout = layout
         elif layout is not None:
             vars(instance).update(ends_of(current, planned, pipeline))
-        if planned and layout_of(planned, mtp_layers) in (layout, own):
+        if planned and layout_of(planned, mtp_layers) in (layout, own_split):
             refuse_cut_units(current.plan, instance, find_spec(_CUTS_UNITS) is not None)
     return wrapped(*args, **kwargs)
 

@@ -51,29 +51,29 @@ def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> 
     import torch
     import torch.distributed as dist
 
-    ranks, each = dist.get_world_size(layer.ep_group), layer.num_local_experts
+    ranks, per_rank = dist.get_world_size(layer.ep_group), layer.num_local_experts
     reason = None
-    if (given.ranks, len(order)) != (ranks, ranks * each):
+    if (given.ranks, len(order)) != (ranks, ranks * per_rank):
         reason = (f"it is for {len(order)} experts on {given.ranks} ranks, "
-                  f"this layer has {ranks * each} on {ranks}")
+                  f"this layer has {ranks * per_rank} on {ranks}")
     elif layer.config.moe_router_num_groups:
         reason = "the router chooses among groups of experts that are neighbours (moe_router_num_groups)"
-    slots = _slots(layer.experts, each)
+    slots = _slots(layer.experts, per_rank)
     if reason is None and slots is None:
         reason = (f"experts of {type(layer.experts).__name__} are not supported; use moe_grouped_gemm with "
                   "Transformer Engine, or no grouped GEMM")
     if reason is not None:
         raise HolmesError(f"{path}, MoE layer {layer.layer_number}: {reason}")
     assert slots is not None
-    mine = order[dist.get_rank(layer.ep_group) * each :][:each]
+    mine = order[dist.get_rank(layer.ep_group) * per_rank :][:per_rank]
     with torch.no_grad():
         flat = [_for_group(torch.cat([p.detach().flatten() for p in slot]), layer.ep_group) for slot in slots]
-        for source in range(each):
-            found = [torch.empty_like(flat[source]) for _ in range(ranks)]
-            dist.all_gather(found, flat[source], group=layer.ep_group)
+        for source in range(per_rank):
+            gathered = [torch.empty_like(flat[source]) for _ in range(ranks)]
+            dist.all_gather(gathered, flat[source], group=layer.ep_group)
             for slot, expert in zip(slots, mine):
-                if expert % each == source:
-                    _fill(slot, found[expert // each])
+                if expert % per_rank == source:
+                    _fill(slot, gathered[expert // per_rank])
         for name in _ROWS:
             rows = getattr(layer.router, name, None)
             if rows is not None:
@@ -89,17 +89,17 @@ def _for_group(values: Any, group: Any) -> Any:
     return values if here else values.to(torch.device("cuda", torch.cuda.current_device()))
 
 
-def _slots(experts: Any, each: int) -> list[list[Any]] | None:
+def _slots(experts: Any, count: int) -> list[list[Any]] | None:
     """The parameters of each local expert, in one order; None where they cannot be told apart."""
     if hasattr(experts, "local_experts"):
-        return [list(one.parameters()) for one in experts.local_experts]
-    found: list[list[Any]] = [[] for _ in range(each)]
+        return [list(expert.parameters()) for expert in experts.local_experts]
+    slots: list[list[Any]] = [[] for _ in range(count)]
     for name, parameter in experts.named_parameters():
         match = _GROUPED.match(f".{name}")
         if match is None:
             return None
-        found[int(match[2])].append(parameter)
-    return found
+        slots[int(match[2])].append(parameter)
+    return slots
 
 
 def _fill(slot: list[Any], flat: Any) -> None:

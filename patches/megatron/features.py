@@ -60,9 +60,9 @@ GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"),
     what="updated weights travel during the next forward pass")
 P2P = _core("megatron-p2p", what="stages of one cluster send over its fabric")
 TIED = _later("megatron-tied", what="tied weights' gradients cross clusters once, in parts")
-SLICES = _later("megatron-slices", what="tensor ranks share out what crosses clusters")
+SLICES = _later("megatron-slices", what="tensor ranks each send a slice of activations across clusters")
 EDGES = _later("megatron-edges", option="inflight", idle=("off",), what="sends between stages do not block")
-ADAPT = _later("megatron-adapt", option="adapt", idle=("off",), what="the plan learns while the job runs")
+ADAPT = _later("megatron-adapt", option="adapt", idle=("off",), what="adapts the plan while the job runs")
 RESTART = _later("megatron-restart", option="restart", idle=("tell",),
     what="after a checkpoint the job starts again with better layers")
 EXPERTS = _later("megatron-experts", option="experts", idle=("",), binding=True,
@@ -82,7 +82,7 @@ _mds = partial(Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",),
 MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags", what="--holmes flags in pretrain_gpt.py's --help")
 JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", option="join", idle=("",), binding=True, what=_PARTS)
 MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
-    what="imports that newer DeepSpeed and a GPT lack are served empty")
+    what="empty stubs for missing imports that a GPT never uses")
 
 
 # --------------------------------------------------------------------------- what the versions have or lack

@@ -92,7 +92,8 @@ def _adapter(optimizer: Any) -> training.FrameworkAdapter:
 
 def _real(optimizer: Any) -> list[Any]:
     """The optimizers inside a chained one that step something."""
-    return [one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if not one.is_stub_optimizer]
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chained if not inner.is_stub_optimizer]
 
 
 def _only(optimizer: Any) -> Any:
@@ -103,8 +104,8 @@ def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> s
     if len(_real(optimizer)) != 1:
         count = len(_real(optimizer))
         return f"it has {count} optimizers (experts, or chunks apart), of which one is supported"
-    one = _only(optimizer)
-    config, ddp = one.config, getattr(one, "ddp_config", None)
+    inner = _only(optimizer)
+    config, ddp = inner.config, getattr(inner, "ddp_config", None)
     if getattr(ddp, "use_megatron_fsdp", False) or getattr(config, "use_precision_aware_optimizer", False):
         return "Megatron-FSDP and the precision-aware optimizer are not supported"
     if getattr(config, "optimizer_cpu_offload", False) or getattr(ddp, "fp8_param_gather", False):

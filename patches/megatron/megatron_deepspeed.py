@@ -20,8 +20,8 @@ def _teach_flags(current, wrapped, instance, extra_args_provider=None, *rest, **
     """parse_args with a holmes group added through its own extra_args_provider."""
 
     def provider(parser):
-        own = parser if extra_args_provider is None else extra_args_provider(parser)
-        return tell_near_misses(add_flags(own, current))
+        extended = parser if extra_args_provider is None else extra_args_provider(parser)
+        return tell_near_misses(add_flags(extended, current))
 
     return wrapped(provider, *rest, **more)
 
@@ -32,7 +32,7 @@ def tell_near_misses(parser):
 
     def error(message):
         named = [item.partition("=")[0] for item in message.split() if item.startswith("--")]
-        near = [f"{name}: did you mean {found}?" for name in named if (found := nearest(name, flags, 0.75))]
+        near = [f"{name}: did you mean {match}?" for name in named if (match := nearest(name, flags, 0.75))]
         usage_error("; ".join([message, *near]))
 
     parser.error = error

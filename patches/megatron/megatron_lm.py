@@ -50,13 +50,13 @@ def _set_layout(current: session.Session, args) -> None:
     """--pipeline-model-parallel-layout from the plan, unless user or model class split the layers."""
     if getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
         return
-    given = {name: value for name in _OWN_SPLITS if (value := getattr(args, name, None))}
-    own = ", ".join(str(value) if name.endswith("layout") else name for name, value in given.items())
+    splits = {name: value for name in _OWN_SPLITS if (value := getattr(args, name, None))}
+    own_split = ", ".join(str(value) if name.endswith("layout") else name for name, value in splits.items())
     pipeline = args.pipeline_model_parallel_size
     virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     virtual = virtual or max(1, len(current.plan.stage_layers) // pipeline)
     layout = megatron_core.planned_layout(current, pipeline, virtual, args.num_layers,
-                                          args.mtp_num_layers or 0, own)
+                                          args.mtp_num_layers or 0, own_split)
     if layout is not None:
         args.pipeline_model_parallel_layout = layout
         args.num_virtual_stages_per_pipeline_rank = None  # the layout says it; the two exclude each other
@@ -69,7 +69,7 @@ def _set_overlap(current: session.Session, args) -> None:
     With --align-grad-reduce, the default, only the first stage overlaps: off when a later one has to.
     """
     sizes = current.plan.sizes
-    stages = [way.overlap for way in current.stages(sizes, args.distributed_backend)] if sizes else []
+    stages = [stage.overlap for stage in current.stages(sizes, args.distributed_backend)] if sizes else []
     if not any(stages) or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return
     if args.use_distributed_optimizer:

@@ -47,22 +47,24 @@ def layers_of(model: Any) -> list[tuple[str | int, Any]]:
     last = ("final_layernorm", "final_norm", "output_layer")
     return [
         *(("before", modules[name]) for name in embeddings),
-        *((one.layer_number - 1, one) for one in modules.values() if isinstance(one, TransformerLayer)),
-        *(("after", one) for name, one in modules.items() if name.rpartition(".")[2] in last
-          and one is not None),
+        *((module.layer_number - 1, module) for module in modules.values()
+          if isinstance(module, TransformerLayer)),
+        *(("after", module) for name, module in modules.items()
+          if name.rpartition(".")[2] in last and module is not None),
     ]
 
 
 def gradient_bytes(model: Any) -> dict[str | int, float]:
     """Bytes of each layer's gradients in the reduction: in 32 bits unless the program chose otherwise."""
     wide = getattr(getattr(model, "ddp_config", None), "grad_reduce_in_fp32", True)
-    found: dict[str | int, float] = {}
+    by_label: dict[str | int, float] = {}
     counted: set[int] = set()
     for label, module in layers_of(model):
         new = [p for p in module.parameters() if p.requires_grad and id(p) not in counted]
         counted.update(map(id, new))
-        found[label] = found.get(label, 0.0) + sum(p.numel() * (4 if wide else p.element_size()) for p in new)
-    return found
+        size = sum(p.numel() * (4 if wide else p.element_size()) for p in new)
+        by_label[label] = by_label.get(label, 0.0) + size
+    return by_label
 
 
 @with_session
@@ -87,18 +89,18 @@ def _schedule(current, wrapped, instance, args, kwargs):
     else:
         state.between.__exit__(None, None, None)
         state.step.__exit__(None, None, None)
-    mine, config = state.profiler, get_model_config(model)
-    if mine.finished:
+    prof, config = state.profiler, get_model_config(model)
+    if prof.finished:
         state.profiler, state.done = None, True
-        mine.release()
-        _publish(current, model, config, mine, asked)
+        prof.release()
+        _publish(current, model, config, prof, asked)
         return wrapped(*args, **kwargs)
-    state.step = mine.step()
+    state.step = prof.step()
     state.step.__enter__()
     finalize = config.finalize_model_grads_func
 
     def timed(*more, **named):
-        with mine.span("reduce"):
+        with prof.span("reduce"):
             return finalize(*more, **named)
 
     config.finalize_model_grads_func = timed if finalize is not None else None
@@ -106,12 +108,12 @@ def _schedule(current, wrapped, instance, args, kwargs):
         result = wrapped(*args, **kwargs)
     finally:
         config.finalize_model_grads_func = finalize
-    state.between = mine.span("optimizer")
+    state.between = prof.span("optimizer")
     state.between.__enter__()
     return result
 
 
-def _publish(current: session.Session, model: Any, config: Any, mine: Profiler,
+def _publish(current: session.Session, model: Any, config: Any, prof: Profiler,
              asked: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
@@ -122,14 +124,14 @@ def _publish(current: session.Session, model: Any, config: Any, mine: Profiler,
     context = parallel_state.get_context_parallel_world_size()
     tokens = asked["seq_length"] * asked["micro_batch_size"] // context
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    own = {
+    report = {
         "framework": f"megatron-core {loaded_version()}",
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "tensor": tensor, "micro_batches": asked["num_microbatches"],
         "activation_bytes": tokens * config.hidden_size * wide // (tensor if config.sequence_parallel else 1),
     }  # fmt: skip
     publish(
-        current, mine, own, stages=len(ranks), gradient_bytes=gradient_bytes(model),
+        current, prof, report, stages=len(ranks), gradient_bytes=gradient_bytes(model),
         group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         device=next(model.parameters()).device, send=lambda activation, to: dist.send(activation, ranks[to]),
         receive=lambda activation, source: dist.recv(activation, ranks[source]),

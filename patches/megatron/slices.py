@@ -57,23 +57,23 @@ def wires_of(config: Any) -> dict[int, Wire]:
         return {}
     edges, ranks = current.plan_for(sizes).traffic_of(network_api).edges, group_ranks(group)
     tensor = parallel_state.get_tensor_model_parallel_group()
-    found, stage = {}, ranks.index(current.rank)
+    wires, stage = {}, ranks.index(current.rank)
     # the edge from the last to the first stage too
-    for edge, other in ((stage, stage + 1), (stage - 1, stage - 1)):
-        way = edges[edge % len(edges)]
-        parts, other = 1 if config.sequence_parallel else way.slices, other % len(ranks)
-        if parts > 1 or way.narrow != "off":
+    for index, other in ((stage, stage + 1), (stage - 1, stage - 1)):
+        planned = edges[index % len(edges)]
+        parts, other = 1 if config.sequence_parallel else planned.slices, other % len(ranks)
+        if parts > 1 or planned.narrow != "off":
             name = f"stage {stage}'s edge to stage {other}"
-            found[ranks[other]] = Wire(parts, tensor.rank(), tensor, way.narrow, name)
-    return found
+            wires[ranks[other]] = Wire(parts, tensor.rank(), tensor, planned.narrow, name)
+    return wires
 
 
 def _communicate(wrapped, instance, args, kwargs):
     global _wires
     from megatron.core import parallel_state
 
-    own = instance.pp_group is parallel_state.get_pipeline_model_parallel_group()
-    _wires = wires_of(instance.config) if own else {}
+    of_pipeline = instance.pp_group is parallel_state.get_pipeline_model_parallel_group()
+    _wires = wires_of(instance.config) if of_pipeline else {}
     try:
         return wrapped(*args, **kwargs)
     finally:

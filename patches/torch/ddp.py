@@ -143,11 +143,12 @@ def _stays_stock(given: dict[str, Any]) -> str:
 
     group = _group(given)
     device = next((p.device.type for p in given["module"].parameters() if p.requires_grad), "cpu")
-    own = next((name for name in ("mixed_precision", "delay_all_reduce_named_params") if given.get(name)), "")
+    options = ("mixed_precision", "delay_all_reduce_named_params")
+    option = next((name for name in options if given.get(name)), "")
     if str(torch._dynamo.config.optimize_ddp).startswith("python_reducer"):
-        own = own or "torch._dynamo.config.optimize_ddp = 'python_reducer'"
+        option = option or "torch._dynamo.config.optimize_ddp = 'python_reducer'"
     on_gpu = device != "cpu" and backend_of(group, device) == "gloo"
-    return own or (f"gloo with tensors on {device}" if on_gpu else "")
+    return option or (f"gloo with tensors on {device}" if on_gpu else "")
 
 
 @by_name
@@ -176,8 +177,8 @@ def _give_way(ddp: Any, state: Buckets, user_state: Any, hook: Any) -> None:
     import torch.distributed as dist
 
     ddp.logger._set_comm_hook_name(hook.__qualname__)
-    found, wire = _wire_of(hook)
-    if found and (user_state or dist.group.WORLD) is ddp.process_group:
+    averages, wire = _wire_of(hook)
+    if averages and (user_state or dist.group.WORLD) is ddp.process_group:
         state.wire, state.registered = wire, True
         return
     state.user, state.registered = (user_state, hook), True

@@ -15,7 +15,7 @@ JOINED = _older("joined-torch", option="join", idle=("",), binding=True,
     what="jobs that join: weights, steps and parts of the data set")
 TELEMETRY = _older("telemetry", what="times operations, for reports and the watchdog")
 DDP = _of("ddp", what="DistributedDataParallel sums in two levels across clusters")
-FSDP = _of("fsdp", what="FSDP: what sharding costs is told; hybrid shards")
+FSDP = _of("fsdp", what="FSDP: reports what sharding costs; hybrid sharding")
 PASSES = _of("torch-passes", option="passes", idle=("1f1b",), versions="torch>=2.8", tried=_TRIED[2:],
              what="torch's pipelining: passes as the plan lists them")
 PIPELINING = _of("pipelining",

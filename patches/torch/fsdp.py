@@ -53,8 +53,8 @@ def _fully_shard(current, wrapped, instance, args, kwargs):
     """fully_shard(module, mesh=...), every module of a model in turn."""
     mesh = kwargs.get("mesh")
     plain = kwargs.get("dp_mesh_dims") is None and (mesh is None or mesh.ndim == 1)
-    if plain and (made := _hybrid(current, mesh)) is not None:
-        kwargs = {**kwargs, "mesh": made}
+    if plain and (hybrid := _hybrid(current, mesh)) is not None:
+        kwargs = {**kwargs, "mesh": hybrid}
     return wrapped(*args, **kwargs)
 
 
@@ -72,12 +72,12 @@ def _fully_sharded(current, wrapped, instance, module, process_group=None, shard
     plain = not isinstance(process_group, tuple) and (device_mesh is None or device_mesh.ndim == 1)
     device_type = next((p.device.type for p in module.parameters()), "cpu")
     can = plain and sharding_strategy in strategies
-    if can and (made := _hybrid(current, device_mesh, process_group, device_type)) is not None:
+    if can and (hybrid := _hybrid(current, device_mesh, process_group, device_type)) is not None:
         sharding_strategy = strategies[sharding_strategy]
         if device_mesh is not None:
-            device_mesh = made
+            device_mesh = hybrid
         else:
-            process_group = (made.get_group(1), made.get_group(0))
+            process_group = (hybrid.get_group(1), hybrid.get_group(0))
     more |= {} if device_mesh is None else {"device_mesh": device_mesh}
     return wrapped(module, process_group, sharding_strategy, *rest, **more)
 
@@ -119,9 +119,9 @@ def _clusters_mesh(current: session.Session, ranks: Sequence[int], device_type: 
         clusters = equal_groups(current.plan, ranks)
     except HolmesError as error:
         raise told_once(HolmesError(f"--holmes-fsdp hybrid: {error}")) from None
-    made = DeviceMesh(device_type, torch.tensor(clusters), mesh_dim_names=("dp_replicate", "dp_shard"))
-    _meshes[device_type] = made
-    return made
+    mesh = DeviceMesh(device_type, torch.tensor(clusters), mesh_dim_names=("dp_replicate", "dp_shard"))
+    _meshes[device_type] = mesh
+    return mesh
 
 
 @with_session
@@ -196,7 +196,7 @@ def _tell_crossing(current: session.Session, mesh: Any, what: ShardedWeights) ->
     taken = max(sharded_seconds(plan, row, what, network_api_of(backend_of()) or SOCKETS) for row in rows)
     name, clusters = (mesh.mesh_dim_names or ("", "1"))[1], plan.by_cluster(range(plan.world_size))
     most = gcd(*map(len, clusters.values()))
-    held = ", ".join(f"{one} {len(own)}" for one, own in clusters.items())
+    held = ", ".join(f"{cluster} {len(members)}" for cluster, members in clusters.items())
     any_does = f"any size does (ranks of clusters: {held})"
     fits = f"size {most}, or a part of it, would not" if most > 1 else any_does
     tell(current, f"FSDP's mesh: dimension {name} (size {len(rows[0])}) crosses clusters: {crossing}, so "

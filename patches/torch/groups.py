@@ -49,11 +49,11 @@ def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, glob
     if not global_ranks_in_group:
         agree_on_patches(store, current, waits=str(backend) != "fake")
     ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
-    group = group_size, group_rank, global_ranks_in_group, backend, store, group_name
+    arguments = group_size, group_rank, global_ranks_in_group, backend, store, group_name
     if current.rank not in ranks:
-        return wrapped(*group, *rest, **more)
-    given = [more.pop(name) for name in ("backend_options", "pg_options") if name in more]
-    options, *after = (*rest, *given) or (None,)
+        return wrapped(*arguments, *rest, **more)
+    by_keyword = [more.pop(name) for name in ("backend_options", "pg_options") if name in more]
+    options, *after = (*rest, *by_keyword) or (None,)
     named = set(backends(str(backend)).values())
     current.backends |= named
     if "nccl" in named:
@@ -61,9 +61,9 @@ def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, glob
     if "gloo" in named:
         forget_before_exit()
     with gloo_interface(current.transport(ranks, "gloo")):
-        made = wrapped(*group, options, *after, **more)
+        new_group = wrapped(*arguments, options, *after, **more)
     _record(current, str(more.get("group_desc") or group_name), ranks, backend_named(str(backend)), options)
-    return made
+    return new_group
 
 
 @with_session
@@ -75,17 +75,17 @@ def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_
     import torch.distributed as dist
 
     parent: Any = parent_pg or dist.group.WORLD
-    mine = next((part for part in split_ranks or () if dist.get_rank(parent) in part), None)
-    if mine is None:
+    my_part = next((part for part in split_ranks or () if dist.get_rank(parent) in part), None)
+    if my_part is None:
         return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
-    ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in mine), backend_of(parent)
+    ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in my_part), backend_of(parent)
     if backend == "nccl":
-        own = parent._get_backend(torch.device("cuda")).options
-        pg_options = _options(current, ranks, pg_options, timeout, own)
+        parent_options = parent._get_backend(torch.device("cuda")).options
+        pg_options = _options(current, ranks, pg_options, timeout, parent_options)
     with gloo_interface(current.transport(ranks, "gloo")):
-        made = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
+        new_group = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
     _record(current, more.get("group_desc") or "split", ranks, backend, pg_options)
-    return made
+    return new_group
 
 
 @with_session
@@ -115,10 +115,10 @@ def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -
     key = next((key for key in sorted({*mine, *first} - {"who"}) if mine.get(key) != first.get(key)), None)
     if key is not None:
         what = "differ in" if key == "plan's digest" else "are patched differently:"
-        here, there = (f"{found.get(key)!r} on {found['who']}" for found in (mine, first))
+        here, there = (f"{state.get(key)!r} on {state['who']}" for state in (mine, first))
         error = f"the ranks {what} {key}: it is {here} and {there}; install and give the same everywhere"
-        told = store.compare_set(f"{prefix}/difference", "", error).decode()
-        raise HolmesError(error) if told == error else RemoteError(told)  # once is enough
+        difference = store.compare_set(f"{prefix}/difference", "", error).decode()
+        raise HolmesError(error) if difference == error else RemoteError(difference)  # once is enough
     if not waits:
         return
     store.set(f"{prefix}/rank/{current.rank}", "")

@@ -75,11 +75,11 @@ def weights_of(optimizer: Any) -> training.WeightShards:
 
 def _parameters(optimizer: Any) -> list[tuple[str, Any]]:
     """By the names that the optimizer was given, or their places in it."""
-    found = []
+    parameters = []
     for g, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"group {g} parameter {k}" for k in range(len(group["params"]))]
-        found += [(name, p) for name, p in zip(names, group["params"]) if p.requires_grad]
-    return found
+        parameters += [(name, p) for name, p in zip(names, group["params"]) if p.requires_grad]
+    return parameters
 
 
 def _local(p: Any) -> Any:
@@ -98,10 +98,10 @@ def _offset(name: str, p: Any) -> int:
 
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     # rows that are not a range
-    odd = any(one.is_partial() or "Strided" in type(one).__name__ for one in p.placements)
+    odd = any(placement.is_partial() or "Strided" in type(placement).__name__ for placement in p.placements)
     if odd or tuple(shape[1:]) != tuple(p.shape[1:]):
         raise HolmesError(
-            f"--holmes-join: parameter {name} is sharded as {p.placements}; jobs can join whose weights"
+            f"--holmes-join: parameter {name} is sharded as {p.placements}; a job can join if its weights"
                           " are replicated, or sharded along their first dimension")  # fmt: skip
     return int(offset[0]) * (p.numel() // p.shape[0]) if p.dim() and p._local_tensor.numel() else 0
 

@@ -65,9 +65,9 @@ def _made(current: session.Session, schedule: Any) -> Any:
     if not (texts := current.plan_for(sizes).traffic_of(network_api).passes):
         return None
     planned = listed_passes(texts, network_api)
-    own = "its stages reduce under their last backward (DistributedDataParallel, fully_shard)"
+    reducing = "its stages reduce under their last backward (DistributedDataParallel, fully_shard)"
     if reason := next((text for text, holds in {
-        f"{own}; give plain modules": isinstance(stage.submod, (DistributedDataParallel, FSDPModule)),
+        f"{reducing}; give plain modules": isinstance(stage.submod, (DistributedDataParallel, FSDPModule)),
         f"a step has {schedule._n_microbatches} micro-batches, the plan's passes are of "
         f"{planned.micro_batches}":
             schedule._n_microbatches != planned.micro_batches,
@@ -90,8 +90,8 @@ def _made(current: session.Session, schedule: Any) -> Any:
         place: [schedules._Action(place, kinds[letter], number) for letter, number in order]
         for place, order in enumerate(planned.stages)
     })  # fmt: skip
-    every = runtime.pipeline_order_with_comms
-    every[runtime.rank] = _with_receives(every[runtime.rank], planned, stage.stage_index)
+    orders = runtime.pipeline_order_with_comms
+    orders[runtime.rank] = _with_receives(orders[runtime.rank], planned, stage.stage_index)
     if not hasattr(schedules, "REDUCE_GRAD") and planned.stages[stage.stage_index][-1][0] == "W":
         _undivided.add(schedule)
     _stages[stage] = WeightGradients()
@@ -108,7 +108,7 @@ def _with_receives(actions: list[Any], planned: PassOrder, stage: int) -> list[A
             receives[after].append(action)
         else:
             rest.append((action, (kind, action.microbatch_index) if what == "SEND" else action))
-    return receives[None] + [one for action, sent in rest for one in (action, *receives[sent])]
+    return receives[None] + [step for action, sent in rest for step in (action, *receives[sent])]
 
 
 @by_name

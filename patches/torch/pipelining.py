@@ -50,8 +50,8 @@ def _prepare(current: session.Session, schedule: Any, stages: list[Any]) -> None
         if (sizes := sizes_of(current, group_ranks(group))) is not None:
             check_grid(current, sizes)
         # torch >= 2.15 can make a group for each edge itself
-        torch_s = getattr(stages[0], "p2p_per_edge", False)
-        _pairs[group] = {} if torch_s else pair_groups(current, group)
+        per_edge = getattr(stages[0], "p2p_per_edge", False)
+        _pairs[group] = {} if per_edge else pair_groups(current, group)
         if (_pairs[group] and backend_of(group) == "nccl"
                 and any(hasattr(stage, "pipe_info") for stage in stages)):
             _meet(group)
@@ -108,16 +108,16 @@ class _Works(list[Any]):
 @by_name
 def _over_pairs(wrapped, instance, p2p_ops, *rest, **more):
     """_batch_p2p: the operations of each pair over its group; a batch has one group."""
-    if not p2p_ops or not (own := _pairs.get(p2p_ops[0].group)):
+    if not p2p_ops or not (groups := _pairs.get(p2p_ops[0].group)):
         return wrapped(p2p_ops, *rest, **more)
     import torch.distributed as dist
 
     of_group = defaultdict(list)
     for op in p2p_ops:
-        over = own.get(op.peer, op.group)  # a skip connection's ends are no neighbours
+        over = groups.get(op.peer, op.group)  # a skip connection's ends are no neighbours
         of_group[over].append(dist.P2POp(op.op, op.tensor, op.peer, over, op.tag))
     started = [wrapped(ops, *rest, **more) for ops in of_group.values()]
-    return _Works(work for one in started for work in (one if isinstance(one, list) else [one]))
+    return _Works(work for batch in started for work in (batch if isinstance(batch, list) else [batch]))
 
 
 @with_session

@@ -55,7 +55,7 @@ def test_what_is_there_stays(ask, tmp_path, capsys):
     assert discover("slurm", "--rate", "new=400Gb/s", "--kind", "new=roce", "--output", file) == 0
     assert file.read_text().startswith(old.replace('"gone"]', '"gone", "a2"]'))
     said = capsys.readouterr().err
-    assert "cluster old has a2 besides" in said and "not found, which stay there: gone" in said
+    assert "cluster old: added a2" in said and "kept nodes that were not found: gone" in said
     again = file.read_text()
     same = ("--rate", "old=100Gb/s", "--rate", "new=400Gb/s", "--kind", "new=roce")
     for given in ((), (*same, "--rate", "ethernet=10Gb/s")):
@@ -115,7 +115,7 @@ def test_kubernetes_and_hostfile(tmp_path, capsys):
     (("slurm", "x.json"), "--from slurm: it takes no file"),
     (("kubernetes",), "--from kubernetes: it is read from one file"),
     (("kubernetes", "none.json"), "none.json: cannot be read"),
-    (("hostfile", "x", "--partition", "p"), "--partition and --topology are of --from slurm"),
+    (("hostfile", "x", "--partition", "p"), "--partition and --topology only apply to --from slurm"),
     (("slurm", "--rate", "x"), "--rate: 'x' is not NAME=VALUE"),
     (("slurm", "--rate", "ethernet=fast"), "--rate ethernet"),
     (("slurm", "--rate", "zz=1Gb/s"), "no cluster 'zz' was found"),
@@ -129,4 +129,4 @@ def test_bad_input_is_one_line(ask, capsys, argv, message):
 
 def test_options_of_sources_need_a_source(capsys):
     assert main(["discover", "--rate", "a=1Gb/s"]) == 2
-    assert "--rate is of --from slurm, kubernetes or hostfile" in capsys.readouterr().err
+    assert "--rate only applies to --from slurm, kubernetes or hostfile" in capsys.readouterr().err

@@ -285,13 +285,13 @@ def test_ctrl_c_prints_the_best_so_far():
     "arguments, message",
     [
         (["--limit", "tensr=2"], "--limit: 'tensr' is not known; did you mean 'tensor'?"),
-        (["--limit", "memory=0.001GB"], "fits nowhere: nearest is tensor"),
+        (["--limit", "memory=0.001GB"], "does not fit in GPU memory: nearest is tensor"),
         (["--limit", "tensor=64"], "no parallel sizes are possible: 4 GPUs"),
         (["--global-batch", "0"], "--global-batch is 0; it must be 1 or more"),
         (["--limit", "context=2", "--for", "deepspeed"], "--limit context=2: deepspeed can only 1"),
         (["--for", "deepsped"], "invalid choice: 'deepsped'"),
         (["--rows", "0"], "--rows is 0"),
-        (["--limit", "tensor=1", "--limit", "tensor=2"], "--limit: tensor stands twice; give it once"),
+        (["--limit", "tensor=1", "--limit", "tensor=2"], "--limit: tensor is given twice; give it once"),
         (["--globalbatch", "3"], "no option --globalbatch; did you mean '--global-batch'"),
     ],
 )

@@ -58,8 +58,8 @@ def test_site_travels_and_digest_counts_the_links():
 @pytest.mark.parametrize(
     "old,new,message",
     [
-        ('"c", "b"', '"a", "b"', "'between[2].clusters': the pair 'a' and 'b' stands twice"),
-        ('"c", "b"', '"b", "a"', "the pair 'b' and 'a' stands twice"),
+        ('"c", "b"', '"a", "b"', "'between[2].clusters': the pair 'a' and 'b' is given twice"),
+        ('"c", "b"', '"b", "a"', "the pair 'b' and 'a' is given twice"),
         ('"c", "b"', '"b", "b"', "a link of 'b' with itself"),
         ('"c", "b"', '"b"', "1 names; a link joins two clusters"),
         ('"c", "b"', '"c", "bb"', "no cluster is called 'bb'; did you mean 'b'"),

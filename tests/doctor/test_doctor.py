@@ -41,7 +41,7 @@ def test_a_good_node_and_a_bad_one(doctor, tmp_path):
     status, output = doctor("--sysfs", dgx_a100(tmp_path / "dgx"))
     assert status == 0 and "0 problems" in output.out
     status, output = doctor("--sysfs", ports_down(tmp_path / "down"))
-    assert status in (0, 1) and "mend:" in output.out
+    assert status in (0, 1) and "fix:" in output.out
 
 
 def test_json_of_two_nodes_side_by_side(doctor, tmp_path, monkeypatch):
@@ -56,7 +56,7 @@ def test_json_of_two_nodes_side_by_side(doctor, tmp_path, monkeypatch):
     assert len(json.loads(output.out)["nodes"]) == 2
     status, output = doctor("--nodes", tmp_path / "n0.json", tmp_path / "n0.json")
     assert (status == 2 and output.err.count("\n") == 1
-            and "two of the checks are of a node called 'n0'" in output.err)
+            and "two of the reports are from a node called 'n0'" in output.err)
 
 
 def test_a_machine_without_gpu_and_fast_nic_is_told_so(monkeypatch):

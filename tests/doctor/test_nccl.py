@@ -46,9 +46,8 @@ def test_a_node_without_verbs_has_sockets_alone():
 
 
 @pytest.mark.parametrize("version, said", [
-    ("2.16.2", "takes no network by name"), ("2.18.1", "by name (not its case)"), ("2.30.7", "by name (not "
-                                                                                             "its case)"),
-    ("2.31.1", "not among the versions that were read"),
+    ("2.16.2", "cannot be given a network by name"), ("2.18.1", "by name (case-insensitive)"),
+    ("2.30.7", "by name (case-insensitive)"), ("2.31.1", "outside the versions that were checked"),
 ])
 def test_what_the_installed_version_makes_of_it(monkeypatch, version, said):
     monkeypatch.setattr(nccl, "installed_nccl", lambda: ("nvidia-nccl-cu12", Version(version)))

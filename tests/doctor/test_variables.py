@@ -14,7 +14,7 @@ from holmes_ext.doctor.variables import check_variables, settings
         ({"GLOO_SOCKET_IFNAME": "ens9"}, "problem", "names ens9, which this node does not have"),
         ({"GLOO_SOCKET_IFNAME": "eth0"}, "note", "every gloo group uses it"),
         ({"NCCL_SOCKET_IFNAME": "=eth"}, "problem", "names eth"),
-        ({"NCCL_SOCKET_IFNAME": "eth"}, "note", "holmes leaves a setting of yours alone"),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, "note", "holmes keeps your setting"),
         ({"NCCL_IB_HCA": "=mlx5_0,mlx5_7"}, "problem", "names mlx5_7"),
         ({"NCCL_IB_HCA": "mlx5_0"}, "note", "holmes leaves"),
         ({"NCCL_IB_HCA": "mlx5_2:1"}, "problem", "mlx5_2:1, which is down"),

@@ -108,15 +108,15 @@ def test_digest():
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"nodes": ["a0", "a0", "b0", "b1"]}, "'nodes': node 'a0' stands twice"),
+        ({"nodes": ["a0", "a0", "b0", "b1"]}, "'nodes': node 'a0' is listed twice"),
         ({"nodes": ["a0", 3]}, "'nodes'"),
-        ({"nodes": []}, "'sizes'|name no rank"),
-        ({"nodes": [], "sizes": None, "stage_layers": []}, "name no rank"),
+        ({"nodes": []}, "'sizes'|at least one rank"),
+        ({"nodes": [], "sizes": None, "stage_layers": []}, "at least one rank"),
         ({"nodes": ["a1", "a0", "b0", "b1"]}, "'digest' does not match: the file was edited"),
         ({"predicted": {"step_seconds": 9.0}}, "'digest' does not match"),
         ({"predicted": {"step_seconds": "fast"}}, "'predicted.step_seconds'"),
         ({"version": 5}, "'version' is 5; this holmes_ext reads versions 1, 2, 3 and 4"),
-        ({"processes": 0}, "name no rank"),
+        ({"processes": 0}, "at least one rank"),
         ({"processes": "2"}, "'processes'"),
         (
             {"sizes": {"pipeline": 3, "tensor": 1, "context": 1, "expert": 1, "data": 2,
@@ -131,9 +131,9 @@ def test_digest():
         (
             {"sizes": {"pipeline": 2, "tensor": 2, "context": 1, "expert": 1, "data": 0,
                        "order": "tp-cp-ep-dp-pp"}},
-            "leaves the data size open",
+            "lacks the data size",
         ),
-        ({"sizes": {"pipeline": 2}}, "'sizes' leaves the data size open"),
+        ({"sizes": {"pipeline": 2}}, "'sizes' lacks the data size"),
         ({"sizes": [2]}, "'sizes' is not a table"),
         ({"stage_layers": [1, 2, 3]}, "'stage_layers' has 3 entries for 2 stages"),
         ({"transports": {"data": ["a"]}}, "'transports' is not known"),
@@ -171,7 +171,7 @@ def test_plan_for_another_site():
     fewer = replace(SITE, nodes=SITE.nodes[:3])
     with pytest.raises(HolmesError, match="the plan has node 'b1', which did not report"):
         check_plan(plan(), fewer)
-    with pytest.raises(HolmesError, match="node 'b1' reported and is not in the plan"):
+    with pytest.raises(HolmesError, match="node 'b1' reported but is not in the plan"):
         check_plan(plan(nodes=("a0", "a1", "b0"), sizes=None, stage_layers=()), SITE)
     one = clusters.site()
     with pytest.raises(

@@ -11,10 +11,16 @@ def test_complete_works_out_data():
     assert Sizes(2, 2, data=4).complete(16) == Sizes(2, 2, data=4)
 
 
-@pytest.mark.parametrize("sizes,world", [(Sizes(3), 8), (Sizes(2, data=3), 8), (Sizes(16), 8), (Sizes(2), 0)])
+@pytest.mark.parametrize("sizes,world", [(Sizes(3), 8), (Sizes(16), 8), (Sizes(2), 0)])
 def test_world_that_does_not_divide(sizes, world):
     with pytest.raises(HolmesError, match=f"does not divide the world size {world}"):
         sizes.complete(world)
+
+
+@pytest.mark.parametrize("data", [2, 3])
+def test_sizes_whose_product_is_not_the_world_size(data):
+    with pytest.raises(HolmesError, match=f"context 1 x data {data} is not the world size 8; for tensor 1"):
+        Sizes(2, data=data).complete(8)
 
 
 def test_expert_must_divide():

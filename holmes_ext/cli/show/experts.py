@@ -48,12 +48,12 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
         order.save(args.experts_output)
     if args.json:
         print(json.dumps({"ranks": places.ranks,
-                          "layers": {str(n): _document(one) for n, one in answers.items()}}))
+                          "layers": {str(n): _document(answer) for n, answer in answers.items()}}))
         return 0
     screen = Screen()
     experts = len(next(iter(order.layers.values())))
-    each = f"{experts // places.ranks} on each of {places.ranks} expert-parallel ranks"
-    screen.line(f"{experts} experts, {each}, at {len(places.of)} places that differ")
+    spread = f"{experts // places.ranks} on each of {places.ranks} expert-parallel ranks"
+    screen.line(f"{experts} experts, {spread}, at {len(places.of)} places that differ")
     screen.table(COLUMNS,
                  [row for number, answer in sorted(answers.items()) for row in _rows(number, answer)])
     if args.experts_output:
@@ -63,18 +63,18 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
 
 def _rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for way in answer.placements:
-        layer = ("all" if number == EVERY else str(number)) if way is answer.placements[0] else ""
-        proven = f"{answer.gap:.2%}" if way is answer.best else ""
-        rows.append((layer, way.name, f"{way.crossing:.1%}", f"{way.moving:.1%}", f"{way.fullest:.2f}",
-                     proven))
+    for placed in answer.placements:
+        layer = ("all" if number == EVERY else str(number)) if placed is answer.placements[0] else ""
+        proven = f"{answer.gap:.2%}" if placed is answer.best else ""
+        rows.append((layer, placed.name, f"{placed.crossing:.1%}", f"{placed.moving:.1%}",
+                     f"{placed.fullest:.2f}", proven))
     return rows
 
 
 def _document(answer: Answer) -> dict[str, object]:
-    def of(way: Placed) -> dict[str, object]:
-        return {"across_clusters": way.crossing, "across_nodes": way.moving, "fullest": way.fullest,
-                "cost": way.cost}
+    def of(placed: Placed) -> dict[str, object]:
+        return {"across_clusters": placed.crossing, "across_nodes": placed.moving, "fullest": placed.fullest,
+                "cost": placed.cost}
 
-    ways = {way.name: of(way) for way in answer.placements}
-    return {"order": answer.best.order, "bound": answer.bound, "gap": answer.gap, "ways": ways}
+    placements = {placed.name: of(placed) for placed in answer.placements}
+    return {"order": answer.best.order, "bound": answer.bound, "gap": answer.gap, "ways": placements}

@@ -57,17 +57,17 @@ def document(costs: StageCosts, estimates: Mapping[str, Estimate]) -> dict[str, 
         "memory_limit_bytes": [None if limit == inf else limit for limit in costs.limit_bytes],
         "partitions": {
             name: {
-                "step_seconds": one.step_s,
-                "layers": list(one.stage_layers),
-                "compute_seconds": list(one.compute_s),
-                "reduction_seconds": list(one.reduction_s),
-                "exposed_reduction_seconds": list(one.exposed_s),
-                "transfer_seconds": list(one.transfer_s),
-                "idle_seconds": list(one.idle_s),
-                "memory_bytes": list(one.memory_bytes),
-                "fits": list(one.fits),
+                "step_seconds": estimate.step_s,
+                "layers": list(estimate.stage_layers),
+                "compute_seconds": list(estimate.compute_s),
+                "reduction_seconds": list(estimate.reduction_s),
+                "exposed_reduction_seconds": list(estimate.exposed_s),
+                "transfer_seconds": list(estimate.transfer_s),
+                "idle_seconds": list(estimate.idle_s),
+                "memory_bytes": list(estimate.memory_bytes),
+                "fits": list(estimate.fits),
             }
-            for name, one in estimates.items()
+            for name, estimate in estimates.items()
         },
     }
 
@@ -75,20 +75,20 @@ def document(costs: StageCosts, estimates: Mapping[str, Estimate]) -> dict[str, 
 def show(costs: StageCosts, estimates: Mapping[str, Estimate]) -> None:
     """One table for each partition, then the steps."""
     screen = Screen()
-    for name, one in estimates.items():
+    for name, estimate in estimates.items():
         rows = []
         for stage, place in enumerate(costs.places):
-            times = (one.compute_s[stage], (*one.transfer_s, 0.0)[stage], one.reduction_s[stage],
-                     one.exposed_s[stage])
-            cells = [f"{value:.3g}" for value in (*times, one.idle_s[stage])]
-            layers = str(one.stage_layers[stage])
-            rows.append((f"{stage} {place}", layers, *cells, memory_text(one, costs, stage)))
-        styles = ["" if fits else "red" for fits in one.fits]
-        screen.table(COLUMNS, rows, f"{name}: predicted step {one.step_s:.4g} s", styles)
-    for name, one in estimates.items():
-        fits = "" if all(one.fits) else " - does not fit the memory"
-        screen.line(
-            f"{name:>8}: {one.step_s:.4g} s, {estimates['uniform'].step_s / one.step_s:.3f} x uniform{fits}")
+            times = (estimate.compute_s[stage], (*estimate.transfer_s, 0.0)[stage],
+                     estimate.reduction_s[stage], estimate.exposed_s[stage])
+            cells = [f"{value:.3g}" for value in (*times, estimate.idle_s[stage])]
+            layers = str(estimate.stage_layers[stage])
+            rows.append((f"{stage} {place}", layers, *cells, memory_text(estimate, costs, stage)))
+        styles = ["" if fits else "red" for fits in estimate.fits]
+        screen.table(COLUMNS, rows, f"{name}: predicted step {estimate.step_s:.4g} s", styles)
+    for name, estimate in estimates.items():
+        ratio = estimates["uniform"].step_s / estimate.step_s
+        misfit = "" if all(estimate.fits) else " - does not fit the memory"
+        screen.line(f"{name:>8}: {estimate.step_s:.4g} s, {ratio:.3f} x uniform{misfit}")
     screen.line(
         "seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of the "
         "reduction, after the last backward; compute, exposed and idle add up to the step"

@@ -36,7 +36,7 @@ def run(as_json: bool, steps: int, output: str) -> int:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "cluster.toml").write_text(CLUSTERS)
         result = _lived(Path(directory), steps, screen)
-    rows = [_row(one) for one in result["jobs"]]
+    rows = [_row(job) for job in result["jobs"]]
     save(output, _report(rows, result), "the report")
     screen.table(COLUMNS, rows)
     for event in result["events"]:
@@ -87,8 +87,8 @@ def _lived(directory: Path, steps: int, screen: Screen) -> dict[str, Any]:
 
 def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
     """One HTML file: losses of all jobs over time, the table, what the coordinator said."""
-    incarnations = [Incarnation(one["job"], one["to"], one["seconds"], one["losses"], number == 1)
-             for number, one in enumerate(result["jobs"])]
+    incarnations = [Incarnation(job["job"], job["to"], job["seconds"], job["losses"], number == 1)
+                    for number, job in enumerate(result["jobs"])]
     return page("holmes demo --joined", heading("Two jobs that train one model over 40 ms and 20 Mb/s", 1),
                 picture(svg(losses_figure(incarnations)), "losses over time"),
                 table([column.name for column in COLUMNS], rows),
@@ -96,7 +96,7 @@ def _report(rows: list[list[str]], result: dict[str, Any]) -> str:
                             *(event for event in result["events"] if "commit" not in event)]))
 
 
-def _row(one: dict[str, Any]) -> list[str]:
-    losses = one["losses"] or [float("nan")]
-    return [one["job"], f"{one['from']:.0f}", f"{one['to']:.0f}", str(len(one["losses"])), f"{losses[0]:.3f}",
+def _row(job: dict[str, Any]) -> list[str]:
+    losses = job["losses"] or [float("nan")]
+    return [job["job"], f"{job['from']:.0f}", f"{job['to']:.0f}", str(len(job["losses"])), f"{losses[0]:.3f}",
             f"{losses[-1]:.3f}"]  # fmt: skip

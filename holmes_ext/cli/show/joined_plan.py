@@ -21,7 +21,7 @@ COLUMNS = (Column("--holmes-outer"), Column("round, s", right=True, drop=1), Col
 #: Of `holmes join serve`.
 _PORT = 29600
 #: Of jobs that join with the default: what docs/benchmarks/joined.md measured beside one synchronous job.
-_LOSS_OF_JOINED = {2: "as one job's, within the seeds", 4: "0.16 to 0.22 nats behind one job's"}
+_LOSS_OF_JOINED = {2: "as one job's, within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
 CHOICES = (Column("choice"), Column("tokens/s", right=True), Column("loss"))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 
@@ -40,7 +40,8 @@ class Beside:
 
     def document(self) -> dict[str, Any]:
         """For --json."""
-        choices = [dict(zip(("name", "tokens_per_second", "loss", "flags"), one)) for one in self.choices()]
+        keys = ("name", "tokens_per_second", "loss", "flags")
+        choices = [dict(zip(keys, choice)) for choice in self.choices()]
         rows = [{**asdict(setting), "tokens_per_second": setting.samples_per_s * self.tokens}
                 for setting in self.settings]
         return {"jobs": [asdict(job) for job in self.rounds.jobs], "settings": rows,
@@ -48,7 +49,8 @@ class Beside:
 
     def line(self) -> str:
         """Of the least `every` at which nothing is exposed."""
-        least = min((one for one in self.settings if not one.exposed_s), key=lambda one: one.every)
+        hidden = [setting for setting in self.settings if not setting.exposed_s]
+        least = min(hidden, key=lambda setting: setting.every)
         text = f"nothing is exposed from {least} on; all wait for the slowest job"
         if least.delay > joined.DELAY:
             text += f"; sums older than {joined.DELAY} steps are not known to be harmless"
@@ -57,14 +59,14 @@ class Beside:
     def rows(self) -> list[list[str]]:
         """Cells of COLUMNS."""
         result = []
-        for one in self.settings:
-            rate = one.samples_per_s * self.tokens
-            result.append([str(one), f"{one.round_s:.3g}", f"{one.exposed_s:.3g}", f"{one.slower_s:.3g}",
-                           f"{rate:,.0f}", f"{rate / self.crossing:.2f}"])
+        for setting in self.settings:
+            rate = setting.samples_per_s * self.tokens
+            result.append([str(setting), f"{setting.round_s:.3g}", f"{setting.exposed_s:.3g}",
+                           f"{setting.slower_s:.3g}", f"{rate:,.0f}", f"{rate / self.crossing:.2f}"])
         return result
 
     def choices(self) -> list[tuple[str, float, str, str]]:
-        """Where it is known what is learned then: its name, tokens/s, the loss, the line to copy."""
+        """(name, tokens/s, loss, line to copy) of each choice whose loss is known."""
         jobs = self.rounds.jobs
         best = max(jobs, key=lambda job: job.samples / job.step_s)
         alone = self.tokens * best.samples / best.step_s
@@ -79,8 +81,8 @@ class Beside:
         return result
 
     def advice(self) -> list[str]:
-        """Lines: which of the choices carries most tokens, and how it is had."""
-        name, _, _, line = max(self.choices(), key=lambda one: one[1])
+        """Lines: which of the choices gets most tokens/s, and how to start it."""
+        name, _, _, line = max(self.choices(), key=lambda choice: choice[1])
         if "--holmes-join" not in line:
             return [f"most tokens/s: {name}; add to the command:", f"  {line}"]
         serve = ("`holmes join serve` on HOST, which all reach; add to each job's command, with its own "

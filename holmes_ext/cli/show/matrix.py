@@ -17,8 +17,8 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
         uplinks = [format_rate(site.wan.uplink_of[name]) if name in site.wan.uplink_of else ""
                    for name in names]
         rows = [
-            (one, uplink, *("" if one == two else _cell(site, one, two) for two in names))
-            for one, uplink in zip(names, uplinks)
+            (source, uplink, *("" if source == target else _cell(site, source, target) for target in names))
+            for source, uplink in zip(names, uplinks)
         ]
         columns = [Column("cluster"), Column("uplink", right=True)]
         columns += [Column(name, right=True, wrap=8, drop=place) for place, name in enumerate(names, 1)]
@@ -27,8 +27,8 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
         screen.line(f"note: {note}", "yellow")
 
 
-def _cell(site: Site, one: str, two: str) -> str:
-    hops = site.wan.hops(one, two)
+def _cell(site: Site, source: str, target: str) -> str:
+    hops = site.wan.hops(source, target)
     rate = min((hop.rate_bps for hop in hops), default=float("inf"))
     seconds = sum(hop.latency_s for hop in hops) or site.fabric_by_name[ETHERNET].latency_s
     return f"{format_rate(rate) if rate < float('inf') else 'flat'} {format_seconds(seconds)}"

@@ -29,7 +29,7 @@ def document(
     drawn = {name: picture(svg(paint(result)), name) for name, paint in pictures.PAINTED.items()}
     whys = svg(pictures.seconds(shown.named_reasons(result)))
     rows_shown = 0 if alone else args.rows
-    found = [shown.row_cells(*row) for row in shown.ranked(result, rows_shown)]
+    plan_rows = [shown.row_cells(*row) for row in shown.ranked(result, rows_shown)]
     return page(
         "holmes plan", heading(shown.title(result), 1),
         paragraphs([*certificate, *shown.why_lines(result), *job.lines]),
@@ -41,12 +41,12 @@ def document(
         heading("What if the network between the clusters were another"), drawn["ethernet"],
         *(_joined(joined) if joined is not None else ()),
         heading("Your layout" if alone else "The plans found"),
-        table([one.name for one in shown.COLUMNS], found),
+        table([column.name for column in shown.COLUMNS], plan_rows),
         paragraphs([shown.LEGEND]))
 
 
 def _joined(beside: joined_plan.Beside) -> list[str]:
-    head = [one.name for one in joined_plan.COLUMNS]
+    head = [column.name for column in joined_plan.COLUMNS]
     return [heading("Joined jobs in its place, one in each cluster"), paragraphs([beside.jobs_line() + "."]),
             picture(svg(beside.figure()), "tokens/s over every"), table(head, beside.rows()),
             paragraphs([joined_plan.LEGEND, beside.line() + "."])]
@@ -57,8 +57,8 @@ def _launches(result: SearchResult, args: argparse.Namespace, starts: Mapping[st
     parts, cannot = [], []
     if result.user_layout:
         plan = args.output or "" if result.user_layout is result.best else ""
-        own = shlex.join(added(result.user_layout, args.cluster, plan))
-        parts += [heading("your layout: add to your command line", 3), command(own)]
+        flags = shlex.join(added(result.user_layout, args.cluster, plan))
+        parts += [heading("your layout: add to your command line", 3), command(flags)]
     for name, lines in shown.launch_lines(starts).items():
         if lines[0].startswith(shown.CANNOT):
             cannot.append(f"{name} {' '.join(lines)}")

@@ -52,14 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(what).add_argument
     add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
-    add("--search", action="store_true", help="search although sizes are given: your layout beside the best")
+    add("--search", action="store_true", help="search even if sizes are given, and compare with the best")
     add("--limit", action="append", default=[], metavar="NAME=V,...",
         help="search only these values: tensor=1,2 or pipeline=2,tensor=1 or recompute=none or memory=60GB; "
              "repeatable")
     add("--for", dest="framework", choices=tuple(ENGINES),
         help="search only what this framework can do (default: the one whose flags the command line has)")
     add("--seconds", type=float, default=60.0, metavar="S",
-        help="search so long, less where the best is proven before (default: 60); Ctrl-C: the best so far")
+        help="time limit; ends early once the best is proven (default: 60); Ctrl-C: the best so far")
     add("--rows", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
     add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
     add("--pictures", metavar="DIR",
@@ -98,56 +98,56 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     with _Bar(quiet=args.json) as bar:
         end = time.monotonic() + args.seconds
         asked = asked_for(Network(site, links), job, batch, limits)
-        found = search(asked, args.seconds, bar.told, args.rows, prove=False)
-        found, job = beside(found, job)
+        result = search(asked, args.seconds, bar.on_progress, args.rows, prove=False)
+        result, job = beside(result, job)
         more: dict[str, Any] = {}
-        if not found.interrupted:
+        if not result.interrupted:
             if args.nodelist:  # these nodes, and all of them
-                found = proven(with_spread(found), end, bar.told)
+                result = proven(with_spread(result), end, bar.on_progress)
             else:
-                found = best_use(found, spec, end, bar.told, args.rows)
-            if found.on_all is not None:
-                lines, more["leave_out"] = leave_out(found, found.on_all, args, job)
+                result = best_use(result, spec, end, bar.on_progress, args.rows)
+            if result.on_all is not None:
+                lines, more["leave_out"] = leave_out(result, result.on_all, args, job)
                 job = replace(job, lines=(*lines, *job.lines))
-                found = found if job.sizes is None else found.on_all
+                result = result if job.sizes is None else result.on_all
             if job.engine.breadth_first:
-                found = with_breadth_first(found)
+                result = with_breadth_first(result)
             if asked.rules.splits:
-                found = with_passes(found)
+                result = with_passes(result)
     joined = None
-    if args.joined and not found.interrupted:
-        joined = joined_plan.beside(found.on_all or found, FIRST * args.seconds)
+    if args.joined and not result.interrupted:
+        joined = joined_plan.beside(result.on_all or result, FIRST * args.seconds)
         more["joined"] = joined.document()
-    plan = plan_of(found, found.best, job.options)
+    plan = plan_of(result, result.best, job.options)
     if args.output:
         plan.save(args.output)
-    starts = search_table.launches_of(found, args, job)
+    starts = search_table.launches_of(result, args, job)
     if args.json:
-        print(search_table.document(found, plan, job, starts, more))
+        print(search_table.document(result, plan, job, starts, more))
     else:
-        search_table.show(found, args, job, starts)
+        search_table.show(result, args, job, starts)
         show_wan(links.site(site), spec.notes)
         if joined is not None:
             joined_plan.show(joined)
-    draw(found, args, job, starts, joined)
+    draw(result, args, job, starts, joined)
     if args.output and not args.json:
         print(f"written: {args.output}")
-    return 130 if found.interrupted else 0
+    return 130 if result.interrupted else 0
 
 
 def leave_out(
     fewer: SearchResult, on_all: SearchResult, args: argparse.Namespace, job: Training
 ) -> tuple[list[str], dict[str, Any]]:
-    """What to say where a job of fewer nodes is faster: lines, and for --json. A command line's sizes are of
-    all nodes, so flags for the fewer are among its lines."""
+    """What to say where a job on fewer nodes is faster: lines, and the same for --json. A command line's
+    sizes are of all nodes, so the lines name flags for the fewer."""
     left: dict[str, list[str]] = {}
     nodes = [node.name for node in fewer.network.site.nodes]
     for node in on_all.network.site.nodes:
         if node.name not in nodes:
             left.setdefault(node.cluster, []).append(node.name)
     clusters = fewer.network.site.clusters
-    named = ", ".join(f"{len(own)} nodes of {name} ({folded(own)})" if name in clusters else
-                      f"{name} ({len(own)} nodes)" for name, own in left.items())
+    named = ", ".join(f"{len(names)} nodes of {cluster} ({folded(names)})" if cluster in clusters else
+                      f"{cluster} ({len(names)} nodes)" for cluster, names in left.items())
     ratio = on_all.best.step_s / fewer.best.step_s
     lines = [f"{LEAVE_OUT}{named}: a job on {folded(nodes)} takes {fewer.best.step_s:.4g} s a step, on all "
              f"nodes {on_all.best.step_s:.4g} s, {ratio:.2f} times as long"]
@@ -216,11 +216,11 @@ def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchRe
     assert plan.sizes is not None
     model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
     batch = model.micro_batches * model.micro_batch * plan.sizes.data
-    found = asked_for(network, replace(job, model=model), batch)
-    layout = timed(found, _candidate(found, job, plan.sizes, plan))
-    if found.rules.splits:
-        layout = in_passes(found, layout) or layout
-    return replace(found, user_layout=layout, candidates=[layout])
+    asked = asked_for(network, replace(job, model=model), batch)
+    layout = timed(asked, _candidate(asked, job, plan.sizes, plan))
+    if asked.rules.splits:
+        layout = in_passes(asked, layout) or layout
+    return replace(asked, user_layout=layout, candidates=[layout])
 
 
 def _candidate(result: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None) -> Candidate:
@@ -228,8 +228,9 @@ def _candidate(result: SearchResult, job: Training, sizes: Sizes, plan: Plan | N
     partitioned = bool(options.plan) or options.partition != "uniform"
     for line in refusals(said, sizes, result.network.world, partitioned) if said else ():
         raise HolmesError(line)
-    own = (said.zero, said.virtual) if said and said.model else ()
-    shape, layers = shape_of(result.model, sizes, *own), said.stage_layers if said else ()
+    zero_virtual = (said.zero, said.virtual) if said and said.model else ()
+    shape = shape_of(result.model, sizes, *zero_virtual)
+    layers = said.stage_layers if said else ()
     if plan is not None:
         layers = plan.stage_layers or layers
     flat = job.engine.two_level_zero is not None and not (said and said.instances > 1)
@@ -260,7 +261,7 @@ class _Bar(Progress):
                          console=console, transient=True, disable=not shown)
         self.begin, self.task = time.monotonic(), self.add_task("searching", visible=False)
 
-    def told(self, done: int, left: int, best: float, gap: float) -> None:
+    def on_progress(self, done: int, left: int, best: float, gap: float) -> None:
         """search's Progress; gap: 1 before anything was simulated."""
         text = "searching" if best == inf else f"best so far {best:.4g} s"
         text += f", simulated; at most {gap:.1%} can be saved" if gap < 1 else ""

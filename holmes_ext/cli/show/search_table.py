@@ -49,7 +49,7 @@ def ranked(result: SearchResult, count: int) -> list[tuple[str, Candidate, Searc
     """The rows of the table: the user's layout or the best of all nodes, then the best `count` by number."""
     first = [("yours", result.user_layout, result)] if result.user_layout else []
     first += [("all", result.on_all.best, result.on_all)] if result.on_all else []
-    return first + [(str(index), one, result) for index, one in enumerate(distinct(result)[:count], 1)]
+    return first + [(str(i), candidate, result) for i, candidate in enumerate(distinct(result)[:count], 1)]
 
 
 def sizes_text(shape: Shape) -> str:
@@ -132,7 +132,7 @@ def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
 
 
 def _table(screen: Screen, result: SearchResult, rows: Sequence[tuple[str, Candidate, SearchResult]]) -> None:
-    styles = ["" if one.fits else "red" for _, one, _ in rows]
+    styles = ["" if candidate.fits else "red" for _, candidate, _ in rows]
     screen.table(COLUMNS, [row_cells(*row) for row in rows], title(result), styles)
     more = "; yours: with holmes, as it is" if result.user_layout else ""
     screen.line(LEGEND + more + ("; all: the best of all nodes" if result.on_all else ""), "dim")
@@ -144,24 +144,24 @@ def title(result: SearchResult) -> str:
     return f"{result.model.name}: {where}, global batch {result.global_batch}"
 
 
-def row_cells(name: str, one: Candidate, result: SearchResult) -> tuple[str, ...]:
+def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[str, ...]:
     """A row of the table."""
-    shape, where = one.shape, result.describe(one)
-    batch, reductions = f"{shape.micro_batch}x{shape.micro_batches}", ", ".join(dict.fromkeys(one.reductions))
-    of_shape = (name, sizes_text(shape), batch, shape.recompute, str(shape.zero))
-    step = f"{one.step_s:.4g}" if one.simulated_s else f"~{one.step_s:.4g}"
-    rates = f"{result.tokens_per_s(one):.0f}", f"{result.flops_per_gpu(one) / 1e12:.3g}"
-    memory = format_bytes(one.peak_bytes) + ("" if one.fits else " !")
-    return (*of_shape, where, reductions, step, f"{one.formula_s:.4g}", *rates, memory)
+    shape, where = candidate.shape, result.describe(candidate)
+    reductions = ", ".join(dict.fromkeys(candidate.reductions))
+    step = f"{candidate.step_s:.4g}" if candidate.simulated_s else f"~{candidate.step_s:.4g}"
+    rates = f"{result.tokens_per_s(candidate):.0f}", f"{result.flops_per_gpu(candidate) / 1e12:.3g}"
+    memory = format_bytes(candidate.peak_bytes) + ("" if candidate.fits else " !")
+    return (name, sizes_text(shape), f"{shape.micro_batch}x{shape.micro_batches}", shape.recompute,
+            str(shape.zero), where, reductions, step, f"{candidate.formula_s:.4g}", *rates, memory)
 
 
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     """Seconds by cause, of the best plan, the user's layout, and stock with its sizes (or as that layout
     runs)."""
     user_layout = result.user_layout
-    found = {"holmes": causes(result, result.best)}
-    found |= {"yours": causes(result, user_layout)} if user_layout and user_layout is not result.best else {}
-    return found | {"stock": causes(*stock_like(result, user_layout or result.best))}
+    by_who = {"holmes": causes(result, result.best)}
+    by_who |= {"yours": causes(result, user_layout)} if user_layout and user_layout is not result.best else {}
+    return by_who | {"stock": causes(*stock_like(result, user_layout or result.best))}
 
 
 def _show_why(screen: Screen, result: SearchResult) -> None:
@@ -184,7 +184,7 @@ def why_table(result: SearchResult) -> tuple[str, list[str], list[tuple[str, ...
     """Where a step's seconds go: title, head, rows; the last row is the step."""
     best, why = result.best, named_reasons(result)
     parts = {text: [why[who][part] for who in why] for part, text in CAUSES.items()}
-    parts["step"] = [sum(each) for each in zip(*parts.values())]
+    parts["step"] = [sum(column) for column in zip(*parts.values())]
     rows = [(text, *(f"{s:.4g}" for s in both)) for text, both in parts.items()
             if max(both) > 1e-4 * best.step_s]
     how = "simulated, mean of all ranks" if best.simulated_s else "closed form, mean of the stages"
@@ -217,8 +217,8 @@ def why_lines(result: SearchResult) -> list[str]:
     return lines
 
 
-def _terms(found: dict[str, float]) -> str:
-    return ", ".join(f"{name} {format_bytes(value)}" for name, value in found.items() if value)
+def _terms(bytes_of: dict[str, float]) -> str:
+    return ", ".join(f"{name} {format_bytes(value)}" for name, value in bytes_of.items() if value)
 
 
 def _fullest(best: Candidate) -> int:
@@ -233,23 +233,23 @@ def memory_terms(result: SearchResult, candidate: Candidate) -> dict[str, float]
     return memory_of(result, candidate, stage).terms
 
 
-def edge_lines(result: SearchResult, one: Candidate) -> list[str]:
-    """What it gives that sends do not block and edges are hidden, and what that costs in memory."""
-    if one.passes:
-        without = step_without(result, one)
-        text = "pipeline passes: gradients of weights wait, in a listed order (--holmes-passes auto)"
-        return [f"{text}: {one.step_s:.4g} s a step instead of {without:.4g} s under the framework's own "
-                f"schedule"]
-    if not one.in_flight:
+def edge_lines(result: SearchResult, candidate: Candidate) -> list[str]:
+    """What non-blocking sends and hidden edges gain in a step, and what they cost in memory."""
+    if not candidate.passes and not candidate.in_flight:
         return []
-    without, held = step_without(result, one), "+".join(map(str, one.in_flight))
-    if abs(without - one.step_s) < NOTHING * one.step_s:
+    without = step_without(result, candidate)
+    gain = f"{candidate.step_s:.4g} s a step instead of {without:.4g} s under the framework's own schedule"
+    if candidate.passes:
+        return ["pipeline passes: gradients of weights wait, in a listed order (--holmes-passes auto): "
+                f"{gain}"]
+    if abs(without - candidate.step_s) < NOTHING * candidate.step_s:
         return []
-    loads = result.costs(one).loads(one.split)
-    own = (min(count, one.shape.micro_batches) for count in range(len(loads), 0, -1))
-    more = max((here - least) * load.kept_bytes for here, least, load in zip(one.in_flight, own, loads))
+    held = "+".join(map(str, candidate.in_flight))
+    loads = result.costs(candidate).loads(candidate.split)
+    stock_in_flight = (min(count, candidate.shape.micro_batches) for count in range(len(loads), 0, -1))
+    more = max((in_flight - stock) * load.kept_bytes
+               for in_flight, stock, load in zip(candidate.in_flight, stock_in_flight, loads))
     memory = f", which takes {format_bytes(more)} more of the memory of one stage" if more else ""
-    gain = f"{one.step_s:.4g} s a step instead of {without:.4g} s under the framework's own schedule"
     return [f"pipeline edges: sends that do not block, {held} micro-batches in flight{memory}: {gain}"]
 
 
@@ -259,8 +259,8 @@ def launches_of(
     """How to start the best plan, by framework: all, or the one asked for. plan: its file, or --output's."""
     framework, plan = args.framework or job.framework, (args.output or "") if plan is None else plan
     how = result.best, result.model, result.global_batch, result.rules.overlap
-    found = launches(*how, args.cluster, plan)
-    return {name: launch for name, launch in found.items() if not framework or name == framework}
+    by_framework = launches(*how, args.cluster, plan)
+    return {name: launch for name, launch in by_framework.items() if not framework or name == framework}
 
 
 def document(
@@ -270,7 +270,7 @@ def document(
     simulated step where there is one, closed_form_seconds the other; the certificate is of simulated ones;
     not_expanded: shapes that fit and have no candidate, with the seconds that none of theirs beats."""
     expanded = {candidate.shape for candidate in result.candidates}
-    found = {
+    content = {
         "gpus": result.network.world,
         "clusters": list(result.network.site.clusters),
         "global_batch": result.global_batch,
@@ -291,11 +291,12 @@ def document(
         "plan": json.loads(plan.to_json()),
         **more,
     }
-    return json.dumps(found)
+    return json.dumps(content)
 
 
-def _certificate(one: Certificate) -> dict[str, Any]:
-    return {"proven": one.proven, "gap": one.gap, "step_seconds": one.step_s, "bound_seconds": one.bound_s}
+def _certificate(certificate: Certificate) -> dict[str, Any]:
+    return {"proven": certificate.proven, "gap": certificate.gap, "step_seconds": certificate.step_s,
+            "bound_seconds": certificate.bound_s}
 
 
 def row(candidate: Candidate, result: SearchResult) -> dict[str, Any]:

@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="slurm: what scontrol and sinfo say; kubernetes FILE: of kubectl get nodes -o json; hostfile "
              "FILE: of mpirun or deepspeed; FILE - is standard input")
     add("--output", metavar="FILE",
-        help="write it here; of a file that is there all stays, nodes and clusters that are new come to it")
+        help="write it here; an existing file keeps all it has, new nodes and clusters are added")
     add("--rate", action="append", default=[], metavar="NAME=RATE",
         help="of a node of cluster NAME, all its fast NICs together, each way: a=400Gb/s; of all nodes on "
              "the common network: ethernet=25Gb/s")
     add("--kind", action="append", default=[], metavar="NAME=KIND",
-        help=f"of the fast NICs of cluster NAME, where nothing tells it: {', '.join(KINDS)}")
+        help=f"kind of cluster NAME's fast NICs, where it cannot be detected: {', '.join(KINDS)}")
     add("--partition", action="append", default=[], metavar="P", help="slurm: only nodes of this partition; "
                                                                       "repeatable")
     add("--topology", metavar="FILE", help="slurm: topology.conf or topology.yaml")
@@ -49,41 +49,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the file, or write it and say what is new. HolmesError on bad input."""
     source, nodes = args.source[0], _nodes(args)
-    told = SOURCES[source][0]
+    source_name = SOURCES[source][0]
     try:
         clusters = clusters_of(nodes)
     except HolmesError as error:
-        raise HolmesError(f"{told}: {error}") from None
-    there = load_spec(args.output) if args.output and os.path.exists(args.output) else None
-    more, new = write.split(there, clusters) if there else ({}, clusters)
+        raise HolmesError(f"{source_name}: {error}") from None
+    existing = load_spec(args.output) if args.output and os.path.exists(args.output) else None
+    more, new = write.split(existing, clusters) if existing else ({}, clusters)
     rates = named_values(args.rate, (), "--rate")
     bps = {name: parse_rate(text, f"--rate {name}") for name, text in rates.items()}
     ethernet, kinds = bps.pop(_ETHERNET, 0), named_values(args.kind, (), "--kind")
-    kept = _kept(there, kinds, bps, ethernet) if there else []
+    kept = _kept(existing, kinds, bps, ethernet) if existing else []
     new, lacking = completed(new, kinds, bps)
-    if lacking or not (there or ethernet):
-        new, ethernet = _asked(new, lacking, ethernet, there, told)
-    if there:
+    if lacking or not (existing or ethernet):
+        new, ethernet = _asked(new, lacking, ethernet, existing, source_name)
+    if existing:
         text = write.merged(read_text(args.output, "name a cluster.toml"), args.output, more, new)
     else:
-        text = write.new_file(new, ethernet, told)
+        text = write.new_file(new, ethernet, source_name)
     if args.output:
         save(args.output, text, "the cluster file")
     else:
         sys.stdout.write(text)
-    _tell(args.output, there, nodes, more, new)
+    _tell(args.output, existing, nodes, more, new)
     for what in kept:
         print(f"holmes discover: {args.output}: {what} stays as the file has it; edit the file to change it",
               file=sys.stderr)
     return 0
 
 
-def _kept(there: SiteSpec, kinds: dict[str, str], bps: dict[str, int], ethernet_bps: int) -> list[str]:
-    """What the file says otherwise than the options; options about its clusters are taken out of them."""
-    found = [f"cluster {cluster.name}" for cluster in there.clusters
-             if (kinds.pop(cluster.name, cluster.kind), bps.pop(cluster.name, cluster.rate_bps))
-             != (cluster.kind, cluster.rate_bps)]
-    return found + [_ETHERNET] * (ethernet_bps not in (0, there.ethernet_rate_bps))
+def _kept(existing: SiteSpec, kinds: dict[str, str], bps: dict[str, int], ethernet_bps: int) -> list[str]:
+    """What the file says otherwise than the options do; `kinds` and `bps` lose those of its clusters."""
+    kept = [f"cluster {cluster.name}" for cluster in existing.clusters
+            if (kinds.pop(cluster.name, cluster.kind), bps.pop(cluster.name, cluster.rate_bps))
+            != (cluster.kind, cluster.rate_bps)]
+    return kept + [_ETHERNET] * (ethernet_bps not in (0, existing.ethernet_rate_bps))
 
 
 def _nodes(args: argparse.Namespace) -> list[FoundNode]:
@@ -96,7 +96,7 @@ def _nodes(args: argparse.Namespace) -> list[FoundNode]:
         raise HolmesError(
             f"--from {source}: {'it is read from one file' if wanted else 'it takes no file'}: {example}")
     if source != "slurm" and (args.partition or args.topology):
-        raise HolmesError(f"--partition and --topology are of --from slurm, not of --from {source}")
+        raise HolmesError(f"--partition and --topology only apply to --from slurm, not to --from {source}")
     if source == "slurm":
         text = read_text(args.topology, "name a topology.conf or topology.yaml") if args.topology else ""
         topology = parse_topology(text, args.topology) if args.topology else None
@@ -105,17 +105,17 @@ def _nodes(args: argparse.Namespace) -> list[FoundNode]:
 
 
 def _asked(
-    clusters: Sequence[FoundCluster], lacking: Sequence[str], ethernet_bps: int, there: SiteSpec | None,
-    told: str
+    clusters: Sequence[FoundCluster], lacking: Sequence[str], ethernet_bps: int, existing: SiteSpec | None,
+    source_name: str
 ) -> tuple[list[FoundCluster], int]:
     """What nobody but a person knows, asked at a terminal; elsewhere a HolmesError that names the options."""
     questions = [*lacking,
-                 *([] if there or ethernet_bps else ["rate of the network that reaches every node"])]
+                 *([] if existing or ethernet_bps else ["rate of the network that reaches every node"])]
     if not sys.stdin.isatty():
         flags = [f"--{text.partition(' ')[0]} {text.rpartition(' ')[2].strip(chr(39))}=..."
                  for text in lacking]
         flags += [f"--rate {_ETHERNET}=..."] if len(questions) > len(lacking) else []
-        raise HolmesError(f"{told} does not know the {some_of(questions)}; give {' '.join(flags)}")
+        raise HolmesError(f"{source_name} does not know the {some_of(questions)}; give {' '.join(flags)}")
     kinds: dict[str, str] = {}
     rates: dict[str, int] = {}
     for cluster in clusters:
@@ -128,7 +128,7 @@ def _asked(
             what = (f"cluster {cluster.name}: rate of one node, all its {kind} NICs together, each way "
                     f"(400Gb/s)")
             rates[cluster.name] = _ask(what, lambda text: parse_rate(text, "rate"))
-    if not there and not ethernet_bps:
+    if not existing and not ethernet_bps:
         ethernet_bps = _ask("rate of one node on the network that reaches every node (25Gb/s)",
                             lambda text: parse_rate(text, "rate"))
     return completed(clusters, kinds, rates)[0], ethernet_bps
@@ -154,25 +154,25 @@ def _ask(question: str, read: Callable[[str], T]) -> T:
 
 
 def _tell(
-    path: str | None, there: SiteSpec | None, nodes: Sequence[FoundNode], more: Mapping[str, Sequence[str]],
-    new: Sequence[FoundCluster],
+    path: str | None, existing: SiteSpec | None, nodes: Sequence[FoundNode],
+    more: Mapping[str, Sequence[str]], new: Sequence[FoundCluster],
 ) -> None:
     """On standard error: what came to the file, what it has besides, and which nodes no job can use now."""
     def say(text: str) -> None:
         print(f"holmes discover: {text}", file=sys.stderr)
 
     for name, added in more.items():
-        say(f"{path}: cluster {name} has {folded(added)} besides")
+        say(f"{path}: cluster {name}: added {folded(added)}")
     for cluster in new:
         say(f"{path or 'found'}: cluster {cluster.name}: {len(cluster.nodes)} x {cluster.processes} "
             f"processes, {cluster.kind}: {folded(cluster.nodes)}")
-    if there and not more and not new:
+    if existing and not more and not new:
         say(f"{path}: it has all of these nodes already; nothing was changed")
-    found = {node.name for node in nodes}
-    gone = [node for cluster in there.clusters for node in cluster.nodes
-            if node not in found] if there else []
+    discovered = {node.name for node in nodes}
+    gone = [node for cluster in existing.clusters for node in cluster.nodes
+            if node not in discovered] if existing else []
     if gone:
-        say(f"{path}: it has nodes that were not found, which stay there: {folded(gone)}")
+        say(f"{path}: kept nodes that were not found: {folded(gone)}")
     out: dict[str, list[str]] = {}
     for node in nodes:
         if node.why_not:

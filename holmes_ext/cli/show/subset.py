@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `holmes plan` about a part of the nodes."""
     add = parser.add_argument_group("which nodes to ask for").add_argument
     add("--nodes", type=int, metavar="N", help="the N nodes of --from-cluster that train fastest")
-    add("--from-cluster", metavar="FILE", help="with --nodes: cluster.toml of all that there are")
+    add("--from-cluster", metavar="FILE", help="with --nodes: cluster.toml of all nodes to choose from")
     add("--idle", metavar="slurm|LIST",
         help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: all)")
     add("--as", dest="form", choices=FORMS,
@@ -72,7 +72,7 @@ def wanted(args: argparse.Namespace) -> bool:
     if args.nodes is None and lone:
         raise HolmesError(f"{lone} needs --nodes N: how many to ask for")
     if args.nodes is not None and not args.from_cluster:
-        raise HolmesError("--nodes needs --from-cluster FILE: a cluster.toml of all nodes that there are")
+        raise HolmesError("--nodes needs --from-cluster FILE: a cluster.toml of all nodes to choose from")
     return args.nodes is not None
 
 
@@ -103,8 +103,8 @@ class AvailableNodes:
         return [name for cluster, count in zip(self.spec.clusters, counts) for name in cluster.nodes[:count]]
 
     def search(self, counts: Counts, seconds: float = 1e9) -> SearchResult:
-        own = self.spec.only(set(self.names(counts)))
-        network = Network(site_from_spec(own), Links.of_spec(own))
+        subset = self.spec.only(set(self.names(counts)))
+        network = Network(site_from_spec(subset), Links.of_spec(subset))
         return in_closed_form(network, self.job, self.batch, self.limits, self.shapes, seconds)
 
     def price(self, counts: Counts) -> Priced:
@@ -117,16 +117,16 @@ class AvailableNodes:
             return self.floor_s
         assert self.job.model is not None
         links, tensor = Links.of_spec(self.spec), max(shape.tensor for shape in self.shapes)
-        slices = tensor / narrowed(self.job.options.edges,
-                                   WIDEST) if any(s.pipeline > 1 for s in self.shapes) else 0
+        pipelined = any(shape.pipeline > 1 for shape in self.shapes)
+        slices = tensor / narrowed(self.job.options.edges, WIDEST) if pipelined else 0
         site, model = of_family(self.spec, family, self.count, self.job.model, links, slices)
         job = replace(self.job, model=model)
         try:
-            found = in_closed_form(Network(site, links, uneven=True), job, self.batch, self.limits,
-                                   self.shapes)
+            result = in_closed_form(Network(site, links, uneven=True), job, self.batch, self.limits,
+                                    self.shapes)
         except HolmesError:  # nothing fits
             return inf
-        return max(self.floor_s, found.best.formula_s)
+        return max(self.floor_s, result.best.formula_s)
 
     def computing_s(self) -> float:
         """Of the shape that computes least on the fastest GPUs: no step on so many nodes is below it."""
@@ -134,8 +134,8 @@ class AvailableNodes:
         site, model = ideal_gpus(site_from_spec(self.spec), self.count, self.job.model,
                                  Links.of_spec(self.spec))
         job = replace(self.job, model=model)
-        found = in_closed_form(Network(site), job, self.batch, self.limits, self.shapes, 0.0)
-        return min(found.ideals.values())
+        result = in_closed_form(Network(site), job, self.batch, self.limits, self.shapes, 0.0)
+        return min(result.ideals.values())
 
     def best(self, end: float) -> Subsets:
         """What was found when time.monotonic() is `end`."""
@@ -173,23 +173,24 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError(
             "--nodes: nothing says what to train; write the command after --, or give --model FILE"
                           " (examples/models has some)")
-    there = sum(len(cluster.nodes) for cluster in spec.clusters)
-    if not 0 < args.nodes <= there:
-        raise HolmesError(f"--nodes {args.nodes}: {spec.source} has {there} nodes"
-                          f"{' that are idle' if args.idle else ''}; ask for 1 to {there}")
-    site = _begin(args, spec, job, args.seconds)
-    found = site.best(end - (FOR_SIZES if len(site.shapes) > 1 else FOR_TABLE) * args.seconds)
-    best = _simulated(found, site, end)
+    total = sum(len(cluster.nodes) for cluster in spec.clusters)
+    if not 0 < args.nodes <= total:
+        raise HolmesError(f"--nodes {args.nodes}: {spec.source} has {total} nodes"
+                          f"{' that are idle' if args.idle else ''}; ask for 1 to {total}")
+    available = _begin(args, spec, job, args.seconds)
+    reserved = FOR_SIZES if len(available.shapes) > 1 else FOR_TABLE
+    subsets = available.best(end - reserved * args.seconds)
+    best = _simulated(subsets, available, end)
     parts = [_parts(spec, whole, counts) for counts, _ in best]
     if args.output:
-        found_there = best[0][1]
-        plan_of(found_there, found_there.best, job.options).save(args.output)
+        first_result = best[0][1]
+        plan_of(first_result, first_result.best, job.options).save(args.output)
     if args.form:
         print(_written(args.form, parts[0], features), end="")
     elif args.json:
-        print(json.dumps(_document(found, best, parts, features), indent=2))
+        print(json.dumps(_document(subsets, best, parts, features), indent=2))
     else:
-        _show(args, spec, job, found, best, parts, features)
+        _show(args, spec, job, subsets, best, parts, features)
     return 0
 
 
@@ -204,13 +205,13 @@ def _begin(args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: flo
     shapes: tuple[Shape, ...] = ()
     if job.sizes is not None:
         sizes, said = job.sizes.complete(best.world_size, best.processes), job.said
-        own = (said.zero, said.virtual) if said and said.model else ()
-        shapes = (shape_of(model, sizes, *own),)
+        zero_virtual = (said.zero, said.virtual) if said and said.model else ()
+        shapes = (shape_of(model, sizes, *zero_virtual),)
     ideal_job = replace(job, model=ideal_model)
-    found = in_closed_form(Network(best), ideal_job, batch, limits, shapes, FOR_SIZES * seconds)
-    shapes = shapes or _of_every_depth(found)
+    ideal_result = in_closed_form(Network(best), ideal_job, batch, limits, shapes, FOR_SIZES * seconds)
+    shapes = shapes or _of_every_depth(ideal_result)
     available = AvailableNodes(spec, job, batch, limits, shapes, args.nodes)
-    return replace(available, floor_s=max(floor(found), available.computing_s()))
+    return replace(available, floor_s=max(floor(ideal_result), available.computing_s()))
 
 
 def floor(result: SearchResult) -> float:
@@ -229,23 +230,25 @@ def _of_every_depth(result: SearchResult) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys([result.best.shape, *list(depths.values())[:SHAPES]]))
 
 
-def _simulated(subsets: Subsets, site: AvailableNodes, end: float) -> list[tuple[Counts, SearchResult]]:
+def _simulated(
+    subsets: Subsets, available: AvailableNodes, end: float
+) -> list[tuple[Counts, SearchResult]]:
     """The fastest subsets by their simulated steps, with all sizes where these are free."""
     ranked = []
     first = subsets.found[:SIMULATED]
     for number, (counts, priced) in enumerate(first):
         result = priced.plan
-        if len(site.shapes) > 1:
+        if len(available.shapes) > 1:
             share = max(0.0, end - time.monotonic()) / (len(first) - number)
-            again = replace(site, shapes=()).search(counts, share)
-            result = min(again, result, key=lambda one: one.best.formula_s)
+            again = replace(available, shapes=()).search(counts, share)
+            result = min(again, result, key=lambda search_result: search_result.best.formula_s)
         ranked.append((counts, simulate_first(result, 1)))
-    return sorted(ranked, key=lambda each: each[1].best.step_s)
+    return sorted(ranked, key=lambda row: row[1].best.step_s)
 
 
 def _parts(spec: SiteSpec, whole: SiteSpec, counts: Counts) -> list[request.ChosenNodes]:
     return [request.ChosenNodes(cluster.name, cluster.nodes[:count], cluster.processes,
-                         next(one.nodes for one in whole.clusters if one.name == cluster.name))
+                         next(full.nodes for full in whole.clusters if full.name == cluster.name))
             for cluster, count in zip(spec.clusters, counts) if count]
 
 
@@ -274,7 +277,7 @@ def _document(
             "affinity": request.node_affinity(chosen)}
 
 
-def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, found: Subsets,
+def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, subsets: Subsets,
           best: Sequence[tuple[Counts, SearchResult]], parts: Sequence[Sequence[request.ChosenNodes]],
           features: request.Features | None) -> None:
     screen = Screen()
@@ -282,18 +285,19 @@ def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, found: Subset
     first_s = best[0][1].best.step_s
     rows = []
     for (_, result), chosen_nodes in zip(best, parts):
-        one = result.best
+        candidate = result.best
+        shape = candidate.shape
         nodes = ", ".join(f"{len(part.nodes)} of {part.cluster}" for part in chosen_nodes)
-        sizes = f"pipeline {one.shape.pipeline}, tensor {one.shape.tensor}, data {one.shape.data}"
-        rows.append((nodes, format_seconds(one.step_s), f"{one.step_s / first_s - 1:+.1%}", sizes,
-                     result.describe(one)))
+        sizes = f"pipeline {shape.pipeline}, tensor {shape.tensor}, data {shape.data}"
+        rows.append((nodes, format_seconds(candidate.step_s), f"{candidate.step_s / first_s - 1:+.1%}", sizes,
+                     result.describe(candidate)))
     columns = (Column("nodes", wrap=16), Column("step", right=True), Column("slower by", right=True),
                Column("sizes", wrap=12, drop=2), Column("stages", wrap=10, drop=1))
     screen.table(columns, rows, f"{args.nodes} of the {sum(len(c.nodes) for c in spec.clusters)} nodes"
                                 f"{' that are idle' if args.idle else ''} in {spec.source}")
-    looked = f"subsets looked at: {len(found.found)}" + (", all that there are" if found.complete else "")
-    verdict = "the first is the best of all" if found.proven else (
-        f"none is more than {found.gap:.1%} better than the first (in closed form; the table's steps are "
+    looked = f"subsets looked at: {len(subsets.found)}" + (", all that there are" if subsets.complete else "")
+    verdict = "the first is the best of all" if subsets.proven else (
+        f"none is more than {subsets.gap:.1%} better than the first (in closed form; the table's steps are "
         f"simulated); --seconds S searches longer")
     screen.line(f"{looked}; {verdict}", "dim")
     screen.line("\nfor sbatch, as one job:", "bold")

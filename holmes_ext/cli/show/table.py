@@ -105,7 +105,7 @@ def _share_out(room: int, needs: dict[int, tuple[int, int]]) -> dict[int, int]:
     """What each column needs at least, and of `room` as much as it can use, in equal shares."""
     widths: dict[int, int] = {}
     for more, i in sorted((whole - least, i) for i, (least, whole) in needs.items()):
-        given = min(more, room // (len(needs) - len(widths)))
-        widths[i] = needs[i][0] + given
-        room -= given
+        share = min(more, room // (len(needs) - len(widths)))
+        widths[i] = needs[i][0] + share
+        room -= share
     return widths

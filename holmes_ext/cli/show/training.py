@@ -156,8 +156,8 @@ def _sizes(args: argparse.Namespace, said: CommandLine | None) -> Sizes | None:
         return base
     if args.sizes is not None:
         base = parse_sizes(args.sizes, "--sizes")
-    own = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
-    return replace(base or Sizes(), **own)
+    options = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+    return replace(base or Sizes(), **options)
 
 
 def _told(said: CommandLine, file: str) -> list[str]:

@@ -49,13 +49,13 @@ class FoundCluster:
 
 def kind_of(words: Iterable[str]) -> str:
     """The kind of NIC that features or labels name; "" where none does, or several do."""
-    said = {word for text in words for word in _WORD.findall(text.lower())}
-    found = [name for name, kind in KINDS.items() if said.intersection(kind.words)]
-    return found[0] if len(found) == 1 else ""
+    tokens = {token for text in words for token in _WORD.findall(text.lower())}
+    kinds = [name for name, kind in KINDS.items() if tokens.intersection(kind.words)]
+    return kinds[0] if len(kinds) == 1 else ""
 
 
 def gpu_name(text: str) -> str:
-    """ "H100" of "NVIDIA-H100-80GB-HBM3", "h100", "tesla_h100"; a text without a known one is itself."""
+    """ "H100" of "NVIDIA-H100-80GB-HBM3", "h100", "tesla_h100"; `text` itself where it names no known GPU."""
     words = _WORD.findall(text.lower())
     return next((name for name in KNOWN if name.lower() in words), text)
 
@@ -75,8 +75,8 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
     result = []
     for name, alike in zip(_named(list(members.values())), members.values()):
         first = alike[0]
-        others = [each[0] for each in members.values() if each is not alike
-                  and each[0].fabric == first.fabric]
+        others = [group[0] for group in members.values() if group is not alike
+                  and group[0].fabric == first.fabric]
         shared = first.fabric and first.kind and others and all(other.kind == first.kind for other in others)
         result.append(FoundCluster(name, tuple(node.name for node in alike), first.processes, first.kind,
                                    first.gpu, first.rate_bps, _plain(first.fabric) if shared else ""))

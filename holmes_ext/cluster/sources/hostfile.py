@@ -30,12 +30,12 @@ def read_hostfile(path: str) -> list[FoundNode]:
         if not _HOST.fullmatch(host):
             raise HolmesError(
                 f"{path}: line {number}: {words[0]!r:.80} is not a host; lines are like `gpu01 slots=8`")
-        given = count if colon else said.get("slots", "")
-        if given and not (given.isdecimal() and 0 < int(given) <= 1024):
-            raise HolmesError(f"{path}: line {number}: {given!r:.20} slots; it must be 1 to 1024")
-        if given and host in slots:
+        stated = count if colon else said.get("slots", "")
+        if stated and not (stated.isdecimal() and 0 < int(stated) <= 1024):
+            raise HolmesError(f"{path}: line {number}: {stated!r:.20} slots; it must be 1 to 1024")
+        if stated and host in slots:
             raise HolmesError(f"{path}: line {number}: host {host!r} is named twice")
-        slots[host] = int(given) if given else slots.get(host, 0) + 1
+        slots[host] = int(stated) if stated else slots.get(host, 0) + 1
     if not slots:
         raise HolmesError(f"{path}: no host is named; lines are like `gpu01 slots=8`")
     return [FoundNode(host, count, fabric=_family(host), group=(_family(host),))

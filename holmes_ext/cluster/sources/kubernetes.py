@@ -75,8 +75,8 @@ def _node(item: Mapping[str, Any], path: str) -> FoundNode | None:
 
 
 def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _count(value: object) -> int:

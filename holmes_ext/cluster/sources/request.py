@@ -31,15 +31,15 @@ class ChosenNodes:
 
 def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
     """Of one job on all of them; features: where Slurm was asked, so that it may choose the nodes."""
-    each = f" --ntasks-per-node={parts[0].processes} --gpus-per-node={parts[0].processes}"
+    per_node = f" --ntasks-per-node={parts[0].processes} --gpus-per-node={parts[0].processes}"
     count = sum(len(part.nodes) for part in parts)
-    own = [_feature(part, features) for part in parts] if features else []
-    if own and all(own):
-        wanted = "&".join(f"{feature}*{len(part.nodes)}" for feature, part in zip(own, parts))
-        where = f'--constraint="[{wanted}]"' if len(parts) > 1 else f"--constraint={own[0]}"
+    constraints = [_feature(part, features) for part in parts] if features else []
+    if constraints and all(constraints):
+        wanted = "&".join(f"{feature}*{len(part.nodes)}" for feature, part in zip(constraints, parts))
+        where = f'--constraint="[{wanted}]"' if len(parts) > 1 else f"--constraint={constraints[0]}"
     else:
         where = f"--nodelist={folded(node for part in parts for node in part.nodes)}"
-    return [f"#SBATCH --nodes={count}{each} {where}"]
+    return [f"#SBATCH --nodes={count}{per_node} {where}"]
 
 
 def hetjob_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:

@@ -88,7 +88,7 @@ def nodes_of_slurm(partitions: Sequence[str] = (), topology: Topology | None = N
 
 
 def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -> list[FoundNode]:
-    """Of `scontrol show node --oneliner`; those without GPUs only where none has some. HolmesError: no node
+    """Of `scontrol show node --oneliner`; nodes without GPUs only where no node has any. HolmesError: no node
     is in a partition."""
     records = [record for record in map(_fields, text.splitlines()) if "NodeName" in record]
     known = {name for record in records for name in _words(record.get("Partitions"))}
@@ -97,19 +97,21 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
             raise HolmesError(f"--partition {name!r}: Slurm has no node in it; its partitions are"
                               f" {', '.join(sorted(known)) or 'none'}")
     fabric_of = topology.fabric_of
-    found = []
+    nodes = []
     for record in records:
-        name, own, features = record["NodeName"], _words(record.get("Partitions")), _features(record)
-        if partitions and not set(partitions).intersection(own):
+        name, node_partitions = record["NodeName"], _words(record.get("Partitions"))
+        features = _features(record)
+        if partitions and not set(partitions).intersection(node_partitions):
             continue
         gpu, count = _gpus(record.get("Gres", ""))
         if count and not gpu:
-            known = {gpu_name(feature) for feature in features}.intersection(KNOWN)
-            gpu = known.pop() if len(known) == 1 else ""
-        found.append(FoundNode(name, count, kind_of(features), gpu_name(gpu), fabric_of.get(name, ""),
-                               group=(*own, *features), why_not=_why_not(record.get("State", ""))))
-    with_gpus = [node for node in found if node.processes]
-    return with_gpus or [FoundNode(**{**vars(node), "processes": 1}) for node in found]
+            models = {gpu_name(feature) for feature in features}.intersection(KNOWN)
+            gpu = models.pop() if len(models) == 1 else ""
+        nodes.append(FoundNode(name, count, kind_of(features), gpu_name(gpu), fabric_of.get(name, ""),
+                               group=(*node_partitions, *features),
+                               why_not=_why_not(record.get("State", ""))))
+    with_gpus = [node for node in nodes if node.processes]
+    return with_gpus or [FoundNode(**{**vars(node), "processes": 1}) for node in nodes]
 
 
 def idle_nodes() -> tuple[list[str], dict[str, list[str]]]:

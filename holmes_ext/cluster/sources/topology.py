@@ -90,7 +90,7 @@ def parse_topology(text: str, source: str) -> Topology:
         for keys in _records(line.partition("#")[0]):
             unit = _unit(keys, f"{source}: line {number}")
             if unit is not None and units.setdefault(unit.name, unit) != unit:
-                raise HolmesError(f"{source}: line {number}: {unit.name!r} stands twice, with other nodes")
+                raise HolmesError(f"{source}: line {number}: {unit.name!r} is given twice, with other nodes")
     return Topology(tuple(units.values()), source)
 
 

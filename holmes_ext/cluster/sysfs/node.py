@@ -77,28 +77,28 @@ def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, N
     """The port with the addresses of its net devices; those that carry some and are up come first."""
     known = addresses or {}
     netdevs = tuple(sorted(port.netdevs, key=lambda n: (not known.get(n), not devices[n].up)))
-    found = tuple(a for n in netdevs for a in known.get(n, ()))
-    if not found and port.kind == "roce" and (addresses is None or not netdevs):
-        found = _gid_addresses(port)
+    port_addresses = tuple(a for n in netdevs for a in known.get(n, ()))
+    if not port_addresses and port.kind == "roce" and (addresses is None or not netdevs):
+        port_addresses = _gid_addresses(port)
     mtu = devices[netdevs[0]].mtu if netdevs else 0
-    return replace(port, netdevs=netdevs, addresses=tuple(dict.fromkeys(found)), mtu=mtu,
+    return replace(port, netdevs=netdevs, addresses=tuple(dict.fromkeys(port_addresses)), mtu=mtu,
                    skipped=reason_by_name(port.device, *netdevs))
 
 
 def _gid_addresses(port: Nic, netdev: str = "") -> tuple[str, ...]:
     """Addresses that the GIDs (of one net device) of a RoCE port stand for, with full prefix length."""
-    found = (g.address for g in port.gids if netdev in ("", g.netdev))
-    return tuple(dict.fromkeys(f"{a}/{a.max_prefixlen}" for a in found if not a.is_link_local))
+    addresses = (gid.address for gid in port.gids if netdev in ("", gid.netdev))
+    return tuple(dict.fromkeys(f"{a}/{a.max_prefixlen}" for a in addresses if not a.is_link_local))
 
 
 def _ethernet(
     device: NetDevice, devices: dict[str, NetDevice], addresses: Addresses | None, owner: Nic | None
 ) -> Nic:
     if addresses is not None:
-        found = tuple(addresses.get(device.name, ()))
+        device_addresses = tuple(addresses.get(device.name, ()))
     else:
-        found = _gid_addresses(owner, device.name) if owner else ()
-    has_address = None if addresses is None else any(not is_link_local_v6(a) for a in found)
+        device_addresses = _gid_addresses(owner, device.name) if owner else ()
+    has_address = None if addresses is None else any(not is_link_local_v6(a) for a in device_addresses)
     lowers = device.lowers if device.what in ("bond", "team", "bridge") else ()
     functions = {d.pci: d.name for d in devices.values() if d.pci and not d.representor}
     numas = {d.numa for d in physical_below(device, devices)}
@@ -110,7 +110,7 @@ def _ethernet(
         state_text=device.state_text,
         rate_bps=device.speed_bps,
         max_rate_bps=device.max_rate_bps,
-        addresses=found,
+        addresses=device_addresses,
         mtu=device.mtu,
         numa=numas.pop() if len(numas) == 1 else -1,
         pci=device.pci,

@@ -138,10 +138,11 @@ def _netdevs(
     tree's own network namespace count.
     """
     wanted = INFINIBAND if KINDS[kind].infiniband else ETHERNET
-    found = [n for n in (tree.names(f"{device}/net") if device else ())
-             if n in devices and not devices[n].representor
-             and (n_ports == 1 or devices[n].port_index == port - 1)]
-    names = dict.fromkeys(top_device(n, devices) for n in [*found, *(g.netdev for g in gids)] if n in devices)
+    of_function = [n for n in (tree.names(f"{device}/net") if device else ())
+                   if n in devices and not devices[n].representor
+                   and (n_ports == 1 or devices[n].port_index == port - 1)]
+    behind = [*of_function, *(gid.netdev for gid in gids)]
+    names = dict.fromkeys(top_device(n, devices) for n in behind if n in devices)
     netdevs = tuple(n for n in names if devices[n].type == wanted)
     members = tuple(m for n in netdevs if devices[n].what in ("bond", "team") for m in devices[n].lowers)
     return netdevs, members

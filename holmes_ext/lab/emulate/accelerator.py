@@ -42,7 +42,7 @@ from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_LAB_ACCELERATOR"
 MARKER = "HOLMES_LAB_EMULATED"
-#: Its WeightGradients makes a micro-batch's when the plan says.
+#: The module whose WeightGradients computes a micro-batch's gradients of weights when the plan says so.
 WEIGHTS = "holmes_ext.runtime.reduce.weight_gradients"
 #: On PYTHONPATH where something is emulated inside the ranks.
 SITE = str(Path(__file__).parent / "site")
@@ -176,8 +176,8 @@ class Pacer:
         return undo
 
     def seconds(self, parameters: int, shape: tuple[int, ...], kind: str) -> float:
-        """Of a forward pass of a layer of that many parameters on an input of that shape; kind "classes" or
-        "plain"."""
+        """Seconds of a layer's forward pass, from its number of parameters and its input's shape; kind:
+        "classes" or "plain"."""
         if self.config.layout == "sbh" and len(shape) == 3:
             shape = (shape[1], shape[0], shape[2])
         with_hidden = len(shape) > 2
@@ -218,7 +218,7 @@ class Pacer:
         followed = next((tensor for tensor in inputs if tensor.requires_grad), None)
         later = 0.0
         if self._of is not None and followed is not None and sys.modules["torch"].is_grad_enabled():
-            weights = sum(one.numel() for one in module.parameters() if one.dim() == 2)
+            weights = sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
             later = self.seconds(weights, tuple(inputs[0].shape), "plain")
             self._late[self._of] += later
         backward = _Backward(self, 2 * target - later, whole_at_start=followed is None)

@@ -36,22 +36,22 @@ def cache_folder() -> Path:
 
 def build(components: Sequence[BuildUnit], cache: Path,
           on_progress: OnProgress = lambda *_: None) -> dict[str, Path]:
-    """BuildUnit -> its folder. Builds those that are not in the cache, in the given order where one links
-    another. HolmesError with the compiler's first error."""
-    built = {one.name: cache / one.folder for one in components}
+    """Name of each BuildUnit -> its folder. Builds those that are not in the cache, in the given order where
+    one links another. HolmesError with the compiler's first error."""
+    built = {unit.name: cache / unit.folder for unit in components}
     if all(folder.is_dir() for folder in built.values()):
         for folder in built.values():
             os.utime(folder)
         return built
     cache.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        for one in components:
-            stack.enter_context(_locked(cache / f"{one.folder}.lock", on_progress))
-        missing = [one for one in components if not built[one.name].is_dir()]
-        _build_all(missing, {**built, **{one.name: cache / f"{one.folder}.part" for one in missing}},
-                   on_progress)
-        for one in missing:
-            _publish(one, cache / f"{one.folder}.part", built[one.name])
+        for unit in components:
+            stack.enter_context(_locked(cache / f"{unit.folder}.lock", on_progress))
+        missing = [unit for unit in components if not built[unit.name].is_dir()]
+        parts = {unit.name: cache / f"{unit.folder}.part" for unit in missing}
+        _build_all(missing, {**built, **parts}, on_progress)
+        for unit in missing:
+            _publish(unit, parts[unit.name], built[unit.name])
     _forget(components, cache)
     return built
 
@@ -75,14 +75,14 @@ class _locked:
 
 
 def _build_all(missing: Sequence[BuildUnit], folders: dict[str, Path], on_progress: OnProgress) -> None:
-    for one in missing:
-        (folders[one.name] / "objects").mkdir(parents=True, exist_ok=True)
-        one.prepare(folders[one.name])
-    headers = [(one.header, folders[one.name]) for one in missing if one.header]
-    compiles = [(step, folders[one.name]) for one in missing for step in one.compiles(folders[one.name])]
+    for unit in missing:
+        (folders[unit.name] / "objects").mkdir(parents=True, exist_ok=True)
+        unit.prepare(folders[unit.name])
+    headers = [(unit.header, folders[unit.name]) for unit in missing if unit.header]
+    compiles = [(step, folders[unit.name]) for unit in missing for step in unit.compiles(folders[unit.name])]
     headers, compiles = ([(step, folder) for step, folder in steps if not (folder / step.makes).exists()]
                          for steps in (headers, compiles))
-    links = [(step, folders[one.name]) for one in missing for step in one.links(folders)]
+    links = [(step, folders[unit.name]) for unit in missing for step in unit.links(folders)]
     total, done, failed = len(headers) + len(compiles) + len(links), 0, Event()
 
     def run(item: tuple[BuildStep, Path]) -> None:
@@ -140,7 +140,7 @@ def _publish(component: BuildUnit, part: Path, target: Path) -> None:
 
 def _forget(components: Sequence[BuildUnit], cache: Path) -> None:
     """Remove what other versions of holmes, torch or NCCL left here and nobody used for a month."""
-    names = {one.name for one in components}
+    names = {unit.name for unit in components}
     for path in cache.iterdir():
         old = time.time() - path.stat().st_mtime > _FORGOTTEN_S
         if old and path.is_dir() and path.name.removesuffix(".part").rpartition("-")[0] in names:

@@ -27,17 +27,17 @@ class Communicator:
 
 def read(directory: Path) -> list[Communicator]:
     """Those in `directory`, in the order of their making on the lowest of their ranks."""
-    lines = {int(path.stem[len("rank") :]): [json.loads(line) for line in path.read_text().splitlines()]
-             for path in directory.glob("rank*.communicators")}
-    rank_of = {line["self"]: rank for rank, own in lines.items() for line in own}
-    found: dict[str, Communicator] = {}
-    for rank in sorted(lines):
-        for line in lines[rank]:
-            ranks = tuple(rank_of.get(member) for member in line["members"])
-            communicator = Communicator(line["communicator"], ranks, line["network"], line["group"])
-            if communicator.name not in found or not found[communicator.name].group:
-                found[communicator.name] = communicator
-    return list(found.values())
+    records = {int(path.stem[len("rank") :]): [json.loads(line) for line in path.read_text().splitlines()]
+               for path in directory.glob("rank*.communicators")}
+    rank_of = {record["self"]: rank for rank, of_rank in records.items() for record in of_rank}
+    by_name: dict[str, Communicator] = {}
+    for rank in sorted(records):
+        for record in records[rank]:
+            ranks = tuple(rank_of.get(member) for member in record["members"])
+            communicator = Communicator(record["communicator"], ranks, record["network"], record["group"])
+            if communicator.name not in by_name or not by_name[communicator.name].group:
+                by_name[communicator.name] = communicator
+    return list(by_name.values())
 
 
 def ranks_of(communicators: Iterable[Communicator]) -> dict[str, tuple[int | None, ...]]:
@@ -69,19 +69,20 @@ class NicBytes:
 
 def group_networks(communicators: Sequence[Communicator], nodes: Sequence[LabNode],
                    processes: int) -> list[GroupNetwork]:
-    """nodes: in the launcher's order; processes: of each. A communicator of one rank uses none, and is left
-    out."""
-    found: dict[tuple[str, int, int, str, tuple[str, ...]], list[tuple[int, ...]]] = {}
-    for one in communicators:
-        ranks = tuple(rank for rank in one.ranks if rank is not None)
-        if len(one.ranks) < 2:
+    """nodes: in the launcher's order; processes: on each node. A communicator of one rank uses no network,
+    and is left out."""
+    alike: dict[tuple[str, int, int, str, tuple[str, ...]], list[tuple[int, ...]]] = {}
+    for communicator in communicators:
+        ranks = tuple(rank for rank in communicator.ranks if rank is not None)
+        if len(communicator.ranks) < 2:
             continue
         places = sorted({rank // processes for rank in ranks})
-        network = one.network if len(places) > 1 else INSIDE
+        network = communicator.network if len(places) > 1 else INSIDE
         nics = _nics(network, [nodes[place] for place in places]) if len(places) > 1 else ()
-        found.setdefault((one.group, len(one.ranks), len(places), network, nics), []).append(ranks)
+        key = (communicator.group, len(communicator.ranks), len(places), network, nics)
+        alike.setdefault(key, []).append(ranks)
     return [GroupNetwork(group, tuple(ranks), count, network, nics)
-            for (group, _, count, network, nics), ranks in found.items()]
+            for (group, _, count, network, nics), ranks in alike.items()]
 
 
 def _nics(network: str, nodes: Sequence[LabNode]) -> tuple[str, ...]:

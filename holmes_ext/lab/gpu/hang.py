@@ -29,7 +29,7 @@ Node = RankHost | WorkPlace
 
 @dataclass(frozen=True)
 class Wait:
-    """One waits for another. why: what a person reads, "host waits in cudaDeviceSynchronize"."""
+    """`node` waits for `target`. why: what a person reads, "host waits in cudaDeviceSynchronize"."""
 
     node: Node
     target: Node
@@ -66,27 +66,28 @@ class Hang:
         return path[seen[node] :]
 
     def differences(self) -> list[tuple[str, dict[str, list[int]]]]:
-        """For each communicator whose ranks launch other collectives: the first that differs, its ranks by
-        what they launched. (What only some ranks have come to yet is no difference.)"""
+        """(communicator, ranks by what they launched) where ranks launch different collectives: the first
+        that differs. (A collective that only some ranks have reached yet is no difference.)"""
         launched: dict[str, dict[int, dict[str, list[int]]]] = {}
         for state in self.states.values():
-            for one in state.recent:
-                if one.collective >= 0:
-                    same = launched.setdefault(one.communicator, {}).setdefault(one.collective, {})
-                    same.setdefault(one.what, []).append(state.rank)
+            for launch in state.recent:
+                if launch.collective >= 0:
+                    numbers = launched.setdefault(launch.communicator, {})
+                    by_what = numbers.setdefault(launch.collective, {})
+                    by_what.setdefault(launch.what, []).append(state.rank)
         firsts = []
         for communicator, numbers in launched.items():
-            unlike = [number for number, by_what in numbers.items() if len(by_what) > 1]
-            if unlike:
-                firsts.append((communicator, numbers[min(unlike)]))
+            differing = [number for number, by_what in numbers.items() if len(by_what) > 1]
+            if differing:
+                firsts.append((communicator, numbers[min(differing)]))
         return firsts
 
     def group_of(self, communicator: str) -> str:
         """ "group edge, communicator 0x12ab", as far as it is known."""
-        every: list[NcclLaunch | StreamWork] = []
+        works: list[NcclLaunch | StreamWork] = []
         for state in self.states.values():
-            every += [*state.recent, *state.works()]
-        group = next((one.group for one in every if one.communicator == communicator and one.group), "")
+            works += [*state.recent, *state.works()]
+        group = next((work.group for work in works if work.communicator == communicator and work.group), "")
         return f"group {group}, communicator {communicator}" if group else f"communicator {communicator}"
 
     def _add(self, node: Node, waits: Iterable[Wait]) -> None:
@@ -122,7 +123,7 @@ class Hang:
     def _of_collective(self, work: StreamWork) -> Iterable[Wait]:
         """A running kernel of NCCL waits for its peer's kernel, or for the peer's host to launch one; for
         neither if only the network can keep it waiting."""
-        way = "data from" if work.direction == "recv" else "room at"
+        awaited = "data from" if work.direction == "recv" else "room at"
         rank = self._rank_of(work.communicator, work.peer)
         if rank is None:
             return
@@ -130,10 +131,10 @@ class Hang:
         if of_peer:
             first = next((other for other in of_peer if other.started), of_peer[0])
             if not self._under_way(work, first):
-                yield Wait(work.place, first.place, f"waits for {way} rank {rank}, which is at")
+                yield Wait(work.place, first.place, f"waits for {awaited} rank {rank}, which is at")
         else:
             yield Wait(work.place, RankHost(rank),
-                       f"waits for {way} rank {rank}, which has launched no kernel for it:")
+                       f"waits for {awaited} rank {rank}, which has launched no kernel for it:")
 
     def _under_way(self, work: StreamWork, of_peer: StreamWork) -> bool:
         """Whether one kernel sends what the other receives, or all ranks run the same collective."""

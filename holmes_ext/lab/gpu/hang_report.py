@@ -16,16 +16,16 @@ def explain(hang: Hang, nodes: Mapping[int, str], stacks: Mapping[int, str] | No
     lines = []
     circle = hang.circle()
     if circle:
-        lines.append("nothing can move on: each of these waits for the next, and the last for the first:")
+        lines.append("deadlock: each of these waits for the next, and the last for the first:")
         lines += [f"  {describe(hang, wait.node)} {wait.why} {describe(hang, wait.target)}"
                   for wait in circle]
     else:
         lines.append(
-            "all ranks stand still, and no circle of CUDA calls and kernels closes: a host waits elsewhere")
+            "all ranks are stalled, but CUDA calls and kernels form no cycle: a host waits elsewhere")
     for communicator, by_what in hang.differences():
         parts = [f"{what} on {_ranks(ranks)}" for what, ranks in by_what.items()]
-        lines.append(f"ranks launch unlike collectives in {hang.group_of(communicator)}: {'; '.join(parts)}")
-    lines.append("what each rank stands at:")
+        lines.append(f"mismatched collectives in {hang.group_of(communicator)}: {'; '.join(parts)}")
+    lines.append("where each rank is:")
     for rank, state in sorted(hang.states.items()):
         lines += _of_rank(hang, state, nodes.get(rank, state.node))
         lines += [f"      {line}" for line in _frames((stacks or {}).get(rank, ""))]

@@ -95,17 +95,17 @@ class Gpus:
                               f" machine has {left} MB left; run fewer (--order, --processes)")
         return count
 
-    def environment(self, given: Mapping[str, str], count: int, nodes: Sequence[LabNode], holmes: bool,
+    def environment(self, base: Mapping[str, str], count: int, nodes: Sequence[LabNode], holmes: bool,
                     watch: Path) -> dict[str, str]:
-        """What is added to the environment `given` of all ranks."""
+        """What is added to the environment `base` of all ranks."""
         stock = {} if holmes else of_stock(nodes)
         nccl = {**NCCL_SETTINGS, "NCCL_NET_PLUGIN": str(self.libraries.plugin), **stock}
         random = {} if self.seed is None else {"HOLMES_GPU_RANDOM": "1", "HOLMES_GPU_SEED": str(self.seed)}
         preload = " ".join(map(str, self.libraries.preload))
         return {
-            **{name: value for name, value in nccl.items() if name not in given}, **random,
-            "LD_PRELOAD": " ".join(filter(None, [preload, given.get("LD_PRELOAD", "")])),
-            "PYTHONPATH": os.pathsep.join(filter(None, [SITE, given.get("PYTHONPATH", "")])),
+            **{name: value for name, value in nccl.items() if name not in base}, **random,
+            "LD_PRELOAD": " ".join(filter(None, [preload, base.get("LD_PRELOAD", "")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [SITE, base.get("PYTHONPATH", "")])),
             OPERATORS: str(self.libraries.hook), WATCH: str(watch), "HOLMES_GPU_COUNT": str(count),
             "HOLMES_GPU_MEMORY_MB": str(self.memory_mb)}
 

@@ -76,18 +76,18 @@ def libraries(command: Sequence[str], environ: Mapping[str, str], nccl_source: s
         check_functions(torch, source)
     build(parts[:1], cache, on_progress)  # soon there for whoever waits for it alone
     built = build(parts, cache, on_progress)
-    found = Libraries(torch, source, built["runtime"], built["operators"], built["nccl"])
+    libs = Libraries(torch, source, built["runtime"], built["operators"], built["nccl"])
     if not checked.exists():
         on_progress(0, 0, "trying NCCL's numbers")
-        said = [check_numbers(found, network) for network in ("Socket", "IB")]
-        checked.write_text("\n".join(said) + "\n")
-    return found
+        results = [check_numbers(libs, network) for network in ("Socket", "IB")]
+        checked.write_text("\n".join(results) + "\n")
+    return libs
 
 
 def _advised(torch: TorchBuild) -> str:
-    """The version of NCCL that torch was built for, if it is one that was tried."""
-    found = [path.name.split("-")[1] for path in torch.folder.parent.glob("nvidia_nccl_cu*.dist-info")]
-    return next((version for version in found if version in TRIED), TRIED[2])
+    """The version of NCCL that torch was built for where that was tried, else one that was."""
+    installed = [path.name.split("-")[1] for path in torch.folder.parent.glob("nvidia_nccl_cu*.dist-info")]
+    return next((version for version in installed if version in TRIED), TRIED[2])
 
 
 def check_functions(torch: TorchBuild, source: NcclSource) -> None:
@@ -105,30 +105,30 @@ def check_functions(torch: TorchBuild, source: NcclSource) -> None:
                           f" newer source: git clone -b v{_advised(torch)}-1 {REPOSITORY}")
 
 
-def check_numbers(found: Libraries, network: str) -> str:
-    """Runs csrc/check over one network; returns what it says. HolmesError where a number is wrong, or it
+def check_numbers(libs: Libraries, network: str) -> str:
+    """Runs csrc/check over one network; returns what it prints. HolmesError where a number is wrong, or it
     hangs."""
     with tempfile.TemporaryDirectory() as directory:
-        env = {**os.environ, **NCCL_SETTINGS, "LD_LIBRARY_PATH": f"{found.runtime}:{found.nccl}",
+        env = {**os.environ, **NCCL_SETTINGS, "LD_LIBRARY_PATH": f"{libs.runtime}:{libs.nccl}",
                "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET_PLUGIN": "none"}
         for name in _NOT_FOR_CHECK:
             env.pop(name, None)
         if network == "IB":
             _loopback_hca(Path(directory))
-            env |= {"NCCL_NET_PLUGIN": str(found.plugin), "HOLMES_SYSFS": directory, "NCCL_NET": "IB"}
+            env |= {"NCCL_NET_PLUGIN": str(libs.plugin), "HOLMES_SYSFS": directory, "NCCL_NET": "IB"}
         try:
-            done = subprocess.run([found.nccl / "nccl_check"], env=env, capture_output=True, text=True,
+            done = subprocess.run([libs.nccl / "nccl_check"], env=env, capture_output=True, text=True,
                                   timeout=CHECK_S)
-            said, status = done.stdout.strip() or done.stderr.strip(), done.returncode
+            output, status = done.stdout.strip() or done.stderr.strip(), done.returncode
         except subprocess.TimeoutExpired:
-            said, status = f"no end after {CHECK_S} s", 1
+            output, status = f"no end after {CHECK_S} s", 1
     if status:
-        lines = [line for line in said.splitlines() if line.startswith("wrong")]
-        wrong = lines[0] if lines else said[-300:] or f"status {status}"
+        lines = [line for line in output.splitlines() if line.startswith("wrong")]
+        wrong = lines[0] if lines else output[-300:] or f"status {status}"
         raise HolmesError(
-            f"NCCL {found.source.name} does not fit the emulated GPU: {wrong} (network {network}); take"
+            f"NCCL {libs.source.name} does not fit the emulated GPU: {wrong} (network {network}); take"
                           f" the source of {', '.join(TRIED)}")
-    return f"{network}: {said}"
+    return f"{network}: {output}"
 
 
 def _loopback_hca(root: Path) -> None:

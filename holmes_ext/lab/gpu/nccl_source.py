@@ -42,11 +42,11 @@ class NcclSource:
         return "{}{:02}{:02}".format(*self.version)
 
 
-def find_nccl(given: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSource:
-    """given: --nccl-source, else HOLMES_NCCL_SOURCE, else what was given the last time. wanted: the version
-    that an error advises. HolmesError where there is none, or one that is not emulated."""
+def find_nccl(option: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSource:
+    """option: of --nccl-source; without it HOLMES_NCCL_SOURCE counts, else the source that was taken last.
+    wanted: the version that an error advises. HolmesError where there is none, or it is not emulated."""
     last = cache / _LAST
-    where = given or os.environ.get(VARIABLE) or (last.read_text().strip() if last.exists() else "")
+    where = option or os.environ.get(VARIABLE) or (last.read_text().strip() if last.exists() else "")
     if not where:
         raise HolmesError(
             f"--gpu builds NCCL's host code from its source: git clone -b v{wanted}-1 {REPOSITORY}, then"
@@ -67,8 +67,8 @@ def _read(folder: Path, where: str) -> NcclSource:
     if len(numbers) != 3:
         raise HolmesError(f"{where} is no checkout of NCCL (it lacks src/init.cc or makefiles/version.mk)")
     major, minor, patch = map(int, numbers)
-    known = [tuple(map(int, one.split("."))) for one in TRIED]
-    if (major, minor) not in [one[:2] for one in known]:
+    tried = [tuple(map(int, release.split("."))) for release in TRIED]
+    if (major, minor) not in [version[:2] for version in tried]:
         raise HolmesError(
             f"{where} is NCCL {major}.{minor}.{patch}; the emulated GPU takes {', '.join(TRIED)}: git -C"
                           f" {where} checkout v{TRIED[2]}-1")
@@ -76,10 +76,10 @@ def _read(folder: Path, where: str) -> NcclSource:
 
 
 def digest_of_tree(folder: Path, *patterns: str) -> str:
-    """sha256 (hex) of the names and contents of all files below it (or of those that match)."""
-    found = {path for pattern in patterns or ("**/*",) for path in folder.glob(pattern) if path.is_file()}
+    """sha256 (hex) of the names and contents of all files below `folder` (or of those that match)."""
+    files = {path for pattern in patterns or ("**/*",) for path in folder.glob(pattern) if path.is_file()}
     total = hashlib.sha256()
-    for path in sorted(found):
+    for path in sorted(files):
         total.update(f"{path.relative_to(folder)}\0".encode())
         total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()

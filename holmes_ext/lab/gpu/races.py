@@ -13,13 +13,13 @@ _TORCH = "/site-packages/torch/"
 
 def missing_waits(directory: Path) -> list[str]:
     """Lines for a person, of what the ranks of the job wrote into `directory`: each missing wait once."""
-    ranks: dict[tuple[str, ...], list[int]] = {}
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
     files = {int(path.stem[len("rank") :]): path for path in directory.glob("rank*.races")}
     for rank, path in sorted(files.items()):
         for line in path.read_text(errors="replace").splitlines():
-            ranks.setdefault(tuple(_lines(json.loads(line))), []).append(rank)
-    return [text for (first, *more), found in ranks.items() for text in (
-        f"a wait is missing (rank {', '.join(map(str, sorted(set(found))))}): {first}", *more)]
+            ranks_of.setdefault(tuple(_lines(json.loads(line))), []).append(rank)
+    return [text for (first, *more), ranks in ranks_of.items() for text in (
+        f"a wait is missing (rank {', '.join(map(str, sorted(set(ranks))))}): {first}", *more)]
 
 
 def _lines(race: Mapping[str, Any]) -> Iterator[str]:

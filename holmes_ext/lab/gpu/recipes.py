@@ -191,8 +191,8 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Build
         return sorted((folder / "generated").glob("**/*.cc"))
 
     def compiles(folder: Path) -> list[BuildStep]:
-        made = [_compile(compiler, file, flags, folder) for file in generated(folder)]
-        return made + [_compile(compiler, file, flags) for file in (*library, *plugin, *check)]
+        steps = [_compile(compiler, file, flags, folder) for file in generated(folder)]
+        return steps + [_compile(compiler, file, flags) for file in (*library, *plugin, *check)]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
         objects = [f"{HERE}/{_object(file)}" for file in library]
@@ -239,9 +239,9 @@ def _precompile(compiler: Compiler, flags: Sequence[str]) -> BuildStep:
 
 
 def _link(compiler: Compiler, soname: str, arguments: Sequence[str], standalone: bool = True) -> BuildStep:
-    own = _STANDALONE if standalone else ()
+    flags = _STANDALONE if standalone else ()
     return BuildStep(soname,
-                     (*compiler.command, "-shared", "-o", MADE, f"-Wl,-soname,{soname}", *arguments, *own))
+                     (*compiler.command, "-shared", "-o", MADE, f"-Wl,-soname,{soname}", *arguments, *flags))
 
 
 def _digest(*parts: object, outside: Path | None = None) -> str:

@@ -49,12 +49,12 @@ def python_of(command: Sequence[str], environ: Mapping[str, str]) -> str:
     interpreter = first[2:].split()[:1] if first.startswith("#!") else []
     if interpreter and Path(interpreter[0]).name.startswith("python"):
         return interpreter[0]
-    found = shutil.which("python",
-                         path=environ.get("PATH")) or shutil.which("python3", path=environ.get("PATH"))
-    if found is None:
+    python = (shutil.which("python", path=environ.get("PATH"))
+              or shutil.which("python3", path=environ.get("PATH")))
+    if python is None:
         raise HolmesError(
             f"{command[0]} is no Python program, and there is no python in PATH whose torch it could use")
-    return found
+    return python
 
 
 def find_torch(python: str, environ: Mapping[str, str]) -> TorchBuild:
@@ -80,7 +80,7 @@ def find_torch(python: str, environ: Mapping[str, str]) -> TorchBuild:
     version = said["__version__"]
     short = ".".join(version.split(".")[:2])
     if (short, major) not in TRIED and os.environ.get(UNTRIED) != "1":
-        tried = " and ".join(f"{one} with CUDA {cuda}" for one, cuda in TRIED)
+        tried = " and ".join(f"{release} with CUDA {cuda}" for release, cuda in TRIED)
         raise HolmesError(
             f"--gpu: torch {version} with CUDA {said['cuda']} was not tried, only {tried}. {UNTRIED}=1"
                           " runs it all the same")

@@ -47,7 +47,7 @@ def wait_watched(job: Job, watcher: Watcher, labels: Sequence[str],
             if watcher.ends(hang):
                 if not hang.circle():
                     lines.append(
-                        f"no rank has moved on for {watcher.end_s:g} s (--gpu-standstill): the job is ended")
+                        f"no rank progressed for {watcher.end_s:g} s (--gpu-standstill): the job is ended")
                 job.kill()
                 return WatchedRun(job.wait(), tuple(lines))
             tell([*lines,

@@ -47,10 +47,10 @@ class Passing:
 
     __slots__ = "bits", "end", "flow", "hops", "latency_s", "pieces", "target"
 
-    def __init__(self, pieces: tuple, bits: int, flow: bytes, target: int, way: tuple[Sequence[Clock], float],
-                 end: float):
+    def __init__(self, pieces: tuple, bits: int, flow: bytes, target: int,
+                 path: tuple[Sequence[Clock], float], end: float):
         self.pieces, self.bits, self.flow, self.target, self.end = pieces, bits, flow, target, end
-        self.hops, self.latency_s = iter(way[0]), way[1]
+        self.hops, self.latency_s = iter(path[0]), path[1]
 
 
 class Clock:
@@ -107,13 +107,13 @@ class Router:
 
         out = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
         self._into = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
-        self._ways: dict[tuple[int, int], tuple[list[Clock], float]] = {}
+        self._paths: dict[tuple[int, int], tuple[list[Clock], float]] = {}
         between = []
         for first, second, rate, latency in links:
             for a, b in ((int(first), int(second)), (int(second), int(first))):
                 between.append(clock(rate, 4 * latency))
-                self._ways[a, b] = ([each for each in (out[a], between[-1]) if each is not None], latency)
-        self._near, self._far = ([each for each in all_ if each] for all_ in ([*out, *between], self._into))
+                self._paths[a, b] = ([hop for hop in (out[a], between[-1]) if hop is not None], latency)
+        self._near, self._far = ([hop for hop in hops if hop] for hops in ([*out, *between], self._into))
         self._nodes = {bytes(map(int, address.split("."))): (cluster,
                                                              _mac(mac) + _mac(clusters[cluster]["mac"]))
                        for address, (cluster, mac) in nodes.items()}
@@ -137,8 +137,8 @@ class Router:
             return
         target, macs = known
         pieces = frame[:10] + macs, memoryview(frame)[10 + _MACS:]
-        way = self._ways[source, target]
-        self._go_on(Passing(pieces, wire_bits(frame), frame[36:44], target, way, now), now)
+        path = self._paths[source, target]
+        self._go_on(Passing(pieces, wire_bits(frame), frame[36:44], target, path, now), now)
 
     def _go_on(self, passing: Passing, when: float) -> None:
         """To the next clock on the near side, else on the long way."""

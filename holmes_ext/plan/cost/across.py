@@ -48,8 +48,9 @@ class CrossClusterAlgorithm:
         if self.algorithm == "ring":
             round_ = dict.fromkeys(neighbours(self.order), (count - 1) / count)
             return round_, round_
-        every = {(one, two): 1 / count for one in self.order for two in self.order if one != two}
-        return every, every
+        exchange = {(source, target): 1 / count
+                    for source in self.order for target in self.order if source != target}
+        return exchange, exchange
 
     def latency_s(self, of: Callable[[Pair], float]) -> float:
         """Seconds of a half, for the first bytes; of: seconds from one cluster to another."""
@@ -80,22 +81,21 @@ class CrossClusterAlgorithm:
 
 
 def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
-    """(cluster, the next one), round the ring; without those that stay in a cluster."""
-    return [(one, two) for one, two in zip(order, (*order[1:], order[0])) if one != two]
+    """(cluster, next cluster) round the ring, without pairs inside one cluster."""
+    return [(first, second) for first, second in zip(order, (*order[1:], order[0])) if first != second]
 
 
 def hop_loads(wan: Wan, pairs: Mapping[Pair, float]) -> dict[Hop, float]:
     """What passes each hop between clusters, in the unit of `pairs`."""
     loads: dict[Hop, float] = {}
-    for (one, two), amount in pairs.items():
-        for hop in wan.hops(one, two):
+    for (source, target), amount in pairs.items():
+        for hop in wan.hops(source, target):
             loads[hop] = loads.get(hop, 0.0) + amount
     return loads
 
 
 def ways_across(wan: Wan, names: Sequence[str]) -> tuple[CrossClusterAlgorithm, ...]:
-    """What is worth comparing for these clusters: direct; where the network is not flat the best ring,
-    trees."""
+    """Algorithms worth comparing: direct; also the best ring and trees where the network is not flat."""
     if wan and len(names) > 1:
         return _ways(wan, tuple(names))
     return (CrossClusterAlgorithm("direct", tuple(names)),)
@@ -121,11 +121,11 @@ def best_order(
 
     first, *others = names
     if len(names) <= ALL_ORDERS:
-        every = (permutations(others) if closed else permutations(names))
-        return min(((first, *rest) if closed else rest for rest in every), key=total)
+        orders = (permutations(others) if closed else permutations(names))
+        return min(((first, *rest) if closed else rest for rest in orders), key=total)
     order = [first]
-    while left := [name for name in names if name not in order]:
-        order.append(min(left, key=lambda name: cost((order[-1], name))))
+    while remaining := [name for name in names if name not in order]:
+        order.append(min(remaining, key=lambda name: cost((order[-1], name))))
     improved = True
     while improved:  # 2-opt
         improved = False
@@ -142,8 +142,8 @@ def _trees(
 ) -> Iterator[CrossClusterAlgorithm]:
     """The spanning tree of the best links (Prim 1957), the star, and the ring's chain, with this root."""
     order, parents = [root], [""]
-    while left := [name for name in names if name not in order]:
-        child, parent = min(((c, p) for c in left for p in order), key=lambda pair: (cost(pair), pair))
+    while remaining := [name for name in names if name not in order]:
+        child, parent = min(((c, p) for c in remaining for p in order), key=lambda pair: (cost(pair), pair))
         order.append(child)
         parents.append(parent)
     yield CrossClusterAlgorithm("tree", tuple(order), tuple(parents))

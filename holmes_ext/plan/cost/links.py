@@ -39,14 +39,14 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not 0 < self.rate_bps < 1e18 or not 0 <= self.latency_s < 1e6:
-            given = f"{self.source}: rate {self.rate_bps} b/s, latency {self.latency_s} s"
-            raise HolmesError(f"{given}; above 0 (latency: 0 or more) and finite")
+            problem = f"{self.source}: rate {self.rate_bps} b/s, latency {self.latency_s} s"
+            raise HolmesError(f"{problem}; the rate must be above 0, the latency 0 or more, both finite")
         before = (0.0, 0.0)
         for size, seconds in self.points:
             if not before[0] < size < 1e18 or not max(before[1], 1e-300) <= seconds < 1e6:
-                given = (f"{self.source}: {size:g} bytes in {seconds:g} s after {before[0]:g} bytes in "
-                         f"{before[1]:g} s")
-                raise HolmesError(f"{given}; both must be above 0, and grow")
+                problem = (f"{self.source}: {size:g} bytes in {seconds:g} s after {before[0]:g} bytes in "
+                           f"{before[1]:g} s")
+                raise HolmesError(f"{problem}; sizes and times must be above 0, and increase")
             before = size, seconds
 
     def seconds(self, size: float) -> float:
@@ -89,7 +89,7 @@ def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> C
         floor = min(floor, seconds)
         points.insert(0, (float(size), floor))
     if len(points) < 2 or points[0][0] <= 0 or points[0][1] <= 0:
-        raise HolmesError(f"{source}: a curve needs two sizes and times above 0")
+        raise HolmesError(f"{source}: a curve needs two or more points, sizes and times above 0")
     (low, start), (high, end) = points[-2:]
     last_bps = 8 * high / end
     rate = min(8 * (high - low) / (end - start), 1.1 * last_bps) if end > start else last_bps

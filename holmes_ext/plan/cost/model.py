@@ -105,36 +105,36 @@ class Model:
     differ."""
 
     layers: int = _key("transformer blocks")
-    hidden: int = _key("width of an activation")
+    hidden: int = _key("hidden size: the width of an activation")
     heads: int = _key("attention heads")
-    sequence: int = _key("tokens of a sequence")
-    vocabulary: int = _key("tokens that there are")
-    name: str = _key("in tables and messages", "model")
+    sequence: int = _key("tokens per sequence")
+    vocabulary: int = _key("tokens in the vocabulary")
+    name: str = _key("its name in tables and messages", "model")
     ffn: int = _key("width inside the MLP; 0: 4 x hidden", 0)
     groups: int = _key("key-value heads; 0: as many as heads", 0)
-    head_size: int = _key("of a head; 0: hidden / heads", 0)
+    head_size: int = _key("width of a head; 0: hidden / heads", 0)
     gated: bool = _key("the MLP is gated (SwiGLU)", False)
-    bias: bool = _key("linear layers have one, and norms too", True)
-    tied: bool = _key("the output has the embedding's weight", True)
+    bias: bool = _key("linear layers and norms have a bias", True)
+    tied: bool = _key("the output layer shares the embedding's weight", True)
     positions: str = _key(
         '"learned" (a table of max_positions rows), or "none" (rotary ones have no parameters)', "learned")
     max_positions: int = _key("0: sequence", 0)
-    experts: int = _key("of each block with experts; 0: none", 0)
-    experts_per_token: int = _key("experts that a token goes to", 2)
+    experts: int = _key("experts in each block that has them; 0: none", 0)
+    experts_per_token: int = _key("experts per token (top-k)", 2)
     expert_ffn: int = _key("width inside an expert; 0: ffn", 0)
-    shared_ffn: int = _key("of an expert that all tokens pass; 0: none", 0)
+    shared_ffn: int = _key("width inside the shared expert; 0: none", 0)
     expert_layers: int = _key("blocks with experts; 0: all", 0)
-    micro_batch: int = _key("sequences of a micro-batch", 1, True)
-    micro_batches: int = _key("of a step, on each rank; give this or global_batch", 0, True)
-    global_batch: int = _key("sequences of a step, of all ranks", 0, True)
+    micro_batch: int = _key("sequences per micro-batch", 1, True)
+    micro_batches: int = _key("micro-batches per step on each rank; give this or global_batch", 0, True)
+    global_batch: int = _key("sequences per step over all ranks", 0, True)
     recompute: str = _key('"none", "selective" or "full"', "none", True)
     flash: bool = _key("attention keeps no scores", False, True)
     sequence_parallel: bool = _key("norms and dropout are split over the tensor ranks", False, True)
-    activation_width: int = _key("bytes of an element", 2, True)
-    gradient_width: int = _key("bytes of an element", 4, True)
-    state_bytes: float = _key("of a parameter on each rank: weight, gradient, optimizer", 18.0, True)
+    activation_width: int = _key("bytes per activation element", 2, True)
+    gradient_width: int = _key("bytes per gradient element", 4, True)
+    state_bytes: float = _key("bytes per parameter on each rank: weight, gradient, optimizer", 18.0, True)
     sharded_bytes: float = _key(
-        "the same, divided by the data size: 12 with 6 of state_bytes for Adam under ZeRO 1", 0.0, True)
+        "the same, sharded over the data size: 12, with state_bytes 6, for Adam under ZeRO 1", 0.0, True)
     gpu: Gpu = Gpu()
     gpus: dict[str, Gpu] = field(default_factory=dict)
     source: str = "model"
@@ -155,11 +155,11 @@ class Model:
             if getattr(self, name) not in known:
                 raise self._wrong(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
         if (not self.head_size and self.hidden % self.heads) or self.heads % (self.groups or self.heads):
-            given = f"{self.heads} heads do not divide hidden {self.hidden}"
-            raise self._wrong("heads", f"{given}, or key 'groups' not them")
+            problem = f"{self.heads} heads must divide hidden {self.hidden}"
+            raise self._wrong("heads", f"{problem}, and key 'groups' the heads")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            given = f"{self.experts_per_token} is not 1 to {self.experts}"
-            raise self._wrong("experts_per_token", f"{given} (key 'experts')")
+            problem = f"{self.experts_per_token} is not 1 to {self.experts}"
+            raise self._wrong("experts_per_token", f"{problem} (key 'experts')")
         if self.expert_layers > self.layers:
             raise self._wrong("expert_layers", f"{self.expert_layers} is more than the {self.layers} layers")
         if bool(self.micro_batches) == bool(self.global_batch):

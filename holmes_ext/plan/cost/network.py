@@ -124,10 +124,10 @@ class Network:
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """Nodes of each kind, as the launcher has them."""
-        found: list[list[str]] = [[] for _ in self.kinds]
+        by_kind: list[list[str]] = [[] for _ in self.kinds]
         for name, kind in self.kind_of.items():
-            found[kind].append(name)
-        return tuple(map(tuple, found))
+            by_kind[kind].append(name)
+        return tuple(map(tuple, by_kind))
 
     def cluster(self, kind: int) -> str:
         return self.kinds[kind][0]
@@ -145,8 +145,8 @@ class Network:
         """Names by slot."""
         if placement.names:
             return placement.names
-        left = [iter(names) for names in self.names]
-        return tuple(next(left[kind]) for kind in placement.kinds())
+        unused = [iter(names) for names in self.names]
+        return tuple(next(unused[kind]) for kind in placement.kinds())
 
     def fabric(self, kinds: Iterable[int]) -> Fabric:
         """The fastest that nodes of these kinds share; with the numbers that cluster.toml states."""
@@ -258,8 +258,8 @@ class Network:
         """The fabrics that hold groups of such nodes: the fast ones, else Ethernet (of its own cluster where
         there is a WAN)."""
         cluster, fabrics = self.kinds[kind]
-        least = self.site.fabric_by_name[ETHERNET].preference
-        fast = [name for name in sorted(fabrics) if self.site.fabric_by_name[name].preference > least]
+        lowest = self.site.fabric_by_name[ETHERNET].preference
+        fast = [name for name in sorted(fabrics) if self.site.fabric_by_name[name].preference > lowest]
         return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
 
     def straddles(self, kinds: frozenset[int]) -> bool:

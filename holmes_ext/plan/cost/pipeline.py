@@ -144,8 +144,8 @@ def passes(
     """Of one stage, in order. virtual: chunks; in_flight: micro-batches, if not 1F1B's stages - stage;
     breadth_first: as torch's ScheduleLoopedBFS (whose backward order differs, which changes no time)."""
     if breadth_first:
-        each = [(kind, chunk) for kind in "FB" for chunk in range(virtual)[:: 1 if kind == "F" else -1]]
-        return [(kind, micro_batch, chunk) for kind, chunk in each for micro_batch in range(micro_batches)]
+        chunks = [(kind, chunk) for kind in "FB" for chunk in range(virtual)[:: 1 if kind == "F" else -1]]
+        return [(kind, micro_batch, chunk) for kind, chunk in chunks for micro_batch in range(micro_batches)]
     if virtual == 1:
         total, ahead = micro_batches, min((in_flight or stages - stage) - 1, micro_batches)
     elif micro_batches % stages:

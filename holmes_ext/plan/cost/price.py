@@ -139,23 +139,23 @@ class Prices(StageSums):
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size or 1.0))
 
     def nics(self, placement: Placement) -> tuple[tuple[int, int], ...]:
-        """StageCosts.nics: of stages that lie on the same nodes the first and the last, where the edges
-        before and after them are on one network."""
-        last, found, first = placement.sizes.pipeline - 1, [], 0
+        """StageCosts.nics: (first, last) of neighbouring stages on the same nodes, where the edges before and
+        after them are on one network."""
+        last, ranges, first = placement.sizes.pipeline - 1, [], 0
         fabrics = [self._fabrics(placement, stage) for stage in range(last)]
         for stage in range(1, last):
             first = first if fabrics[stage - 1] == {""} else stage
             if first and fabrics[stage] != {""} and fabrics[first - 1] & fabrics[stage]:
-                found.append((first, stage))
-        return tuple(found)
+                ranges.append((first, stage))
+        return tuple(ranges)
 
     def _fabrics(self, placement: Placement, stage: int) -> set[str]:
-        """That carry the messages of a stage to the next; "" inside nodes."""
-        key, found = self._stages(placement, stage, stage + 1)
+        """Fabrics that carry a stage's messages to the next one; "" inside nodes."""
+        key, folded = self._stages(placement, stage, stage + 1)
 
         def names() -> set[str]:
-            fold, (one, other) = found()
-            edges = fold.edges(one, other, lambda kinds: self.network.fabric(kinds).name)
+            fold, (sender, receiver) = folded()
+            edges = fold.edges(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
             return {"" if edge.local else self.network.fabric(edge.kinds).name for edge in edges}
 
         return self.remember("fabrics", key, names)
@@ -175,7 +175,7 @@ class Prices(StageSums):
         key, fold = self._stages(placement, 0, last)
 
         def seconds() -> float:
-            return max(one.seconds(size) for one in self.tied(fold()[0]))
+            return max(reduction.seconds(size) for reduction in self.tied(fold()[0]))
 
         return self.remember("tied", key, seconds)
 
@@ -183,8 +183,8 @@ class Prices(StageSums):
         """Of each kind of pipeline: by pairs, or in two levels where that is faster."""
         size, result = self.job.tied_bytes, []
         for kind in range(len(fold.kinds)):
-            pairs, both = self.tied_of(fold, kind, alone=False)
-            result.append(both if both and both.seconds(size) < pairs.seconds(size) else pairs)
+            pairs, two_level = self.tied_of(fold, kind, alone=False)
+            result.append(two_level if two_level and two_level.seconds(size) < pairs.seconds(size) else pairs)
         return result
 
     def tied_of(self, fold: Fold, kind: int, alone: bool) -> tuple[PricedReduction, TwoLevels | None]:
@@ -221,10 +221,10 @@ class Prices(StageSums):
         return any(self._straddles(placement, stage) for stage in range(placement.sizes.pipeline))
 
     def _straddles(self, placement: Placement, stage: int) -> bool:
-        key, found = self._stages(placement, stage)
+        key, folded = self._stages(placement, stage)
 
         def straddles() -> bool:
-            fold, (place,) = found()
+            fold, (place,) = folded()
             families = (family for kind in INSIDE for family in fold.families(place, kind))
             return any(self.network.straddles(family.kinds) for family in families)
 

@@ -126,9 +126,9 @@ class StageCosts:
     @cached_property
     def memory(self) -> Rows:
         """Bytes at a stage's fullest, [stage][kind]."""
-        both, stages = list(zip(self.state_bytes, self.kept_bytes)), range(self.stages)
-        keeps = (in_flight(stage, self.stages, self.virtual, self.micro_batches) for stage in stages)
-        return tuple(tuple(state + keep * kept for state, kept in both) for keep in keeps)
+        layer_bytes, stages = list(zip(self.state_bytes, self.kept_bytes)), range(self.stages)
+        counts = (in_flight(stage, self.stages, self.virtual, self.micro_batches) for stage in stages)
+        return tuple(tuple(state + count * kept for state, kept in layer_bytes) for count in counts)
 
     @cached_property
     def room_bytes(self) -> Row:
@@ -178,7 +178,7 @@ class StageCosts:
         """Of the stages with so many blocks."""
         of = {name: list(accumulate(self.by_layer(row), initial=0.0))
               for name, row in (("state", self.state_bytes), ("kept", self.kept_bytes))}  # fmt: skip
-        found = []
+        loads = []
         for stage, (low, high) in enumerate(self.ranges(stage_layers)):
             forward, backward, weights = (
                 sums[high] - sums[low]
@@ -187,9 +187,9 @@ class StageCosts:
             state, kept = (of[name][high] - of[name][low] for name in ("state", "kept"))
             limit = self.limit_bytes[stage]
             limit = limit if limit < inf else 0.0
-            found.append(StageLoad(forward, backward, state + self.working_bytes, kept, limit,
+            loads.append(StageLoad(forward, backward, state + self.working_bytes, kept, limit,
                                    weights_s=weights))
-        return tuple(found)
+        return tuple(loads)
 
     def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
         """On each stage, with so many blocks; () where the framework's own schedule will do."""
@@ -239,6 +239,6 @@ def estimate(
     exposed = [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)]
     times, chunks = (total("forward_s"), total("backward_s"), transfer), (costs.virtual, costs.load_s)
     step = step_of(ends, *times, costs.micro_batches, reduction, exposed, costs.tied_wait_s, chunks)
-    memory = tuple(held + costs.working_bytes for held in total("memory"))
-    fits = tuple(held <= limit for held, limit in zip(memory, costs.limit_bytes))
+    memory = tuple(used + costs.working_bytes for used in total("memory"))
+    fits = tuple(used <= limit for used, limit in zip(memory, costs.limit_bytes))
     return replace(step, stage_layers=tuple(stage_layers), memory_bytes=memory, fits=fits)

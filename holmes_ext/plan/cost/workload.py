@@ -25,7 +25,7 @@ class Workload:
     """
 
     forward_s: float = _option(0.027, "forward-seconds", "seconds to compute a micro-batch forward")
-    backward_s: float = _option(0.055, "backward-seconds", "the same backward")
+    backward_s: float = _option(0.055, "backward-seconds", "seconds to compute a micro-batch backward")
     micro_batches: int = _option(8, "micro-batches", "micro-batches in a step")
     gradient_bytes: float = _option(4e9, "gradient-bytes", "bytes of gradients of one rank")
     activation_bytes: float = _option(
@@ -41,7 +41,7 @@ class Workload:
         "bytes sent by one rank in all-to-alls for one micro-batch on one stage")
     copies: int = _option(
         0, "copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)")
-    activation_width: int = _option(2, "activation-width", "bytes of a number of an activation")
+    activation_width: int = _option(2, "activation-width", "bytes per activation element")
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -41,17 +41,17 @@ def places_of(plan: Plan) -> Places:
     """HolmesError where the plan has no expert-parallel groups."""
     if plan.sizes is None or plan.sizes.expert < 2:
         raise HolmesError(
-            "experts are not spread over ranks here: give the expert-parallel size (--expert N)")
-    found, size = groups(plan.sizes, "expert"), plan.sizes.expert
-    clusters, nodes = list(plan.clusters), [[plan.node_of(rank) for rank in ranks] for ranks in found]
+            "the plan has no expert parallelism: give the expert-parallel size (--expert N)")
+    expert_groups, size = groups(plan.sizes, "expert"), plan.sizes.expert
+    clusters, nodes = list(plan.clusters), [[plan.node_of(rank) for rank in ranks] for ranks in expert_groups]
     rates = {(a, b): _rate(plan, a, b) for a in clusters for b in clusters if a != b}
     fastest = max(rates.values(), default=1.0)
     home = {node: name for name, members in plan.clusters.items() for node in members}
     tables = tuple([[0.0] * size for _ in range(size)] for _ in range(3))
     for names in nodes:
-        for i, one in enumerate(names):
-            for j, two in enumerate(names):
-                pair, apart = (home[one], home[two]), float(one != two)
+        for i, source in enumerate(names):
+            for j, target in enumerate(names):
+                pair, apart = (home[source], home[target]), float(source != target)
                 crosses = float(pair[0] != pair[1])
                 distance = fastest / rates[pair] if crosses else INSIDE * apart
                 for table, value in zip(tables, (distance, crosses, apart)):
@@ -70,10 +70,10 @@ def _rate(plan: Plan, source: str, target: str) -> float:
 
 
 def _together(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Ranks with nothing between them, which are as far from all others."""
-    found: dict[tuple[float, ...], list[int]] = {}
+    """Ranks with nothing between them and the same distances to all others, taken together."""
+    by_row: dict[tuple[float, ...], list[int]] = {}
     for rank, row in enumerate(far):
-        found.setdefault(row, []).append(rank)
-    whole = [ranks for ranks in found.values() if all(far[ranks[0]][other] == 0 for other in ranks)]
-    alone = [(rank,) for ranks in found.values() if ranks not in whole for rank in ranks]
-    return tuple(sorted([*map(tuple, whole), *alone]))
+        by_row.setdefault(row, []).append(rank)
+    together = [ranks for ranks in by_row.values() if all(far[ranks[0]][peer] == 0 for peer in ranks)]
+    alone = [(rank,) for ranks in by_row.values() if ranks not in together for rank in ranks]
+    return tuple(sorted([*map(tuple, together), *alone]))

@@ -75,7 +75,7 @@ def solve(counts: Counts, places: Places, balance: float = 1.1, seconds: float =
     if experts % ranks:
         raise HolmesError(f"{experts} experts cannot be split evenly over {ranks} expert-parallel ranks")
     if not balance >= 1:
-        raise HolmesError(f"a balance of {balance:g} leaves no order: give 1 or more")
+        raise HolmesError(f"balance is {balance:g}; it must be 1 or more")
     return _Problem(counts, places, balance).answer(seconds)
 
 
@@ -144,18 +144,18 @@ class _Problem:
 
     def packed(self, experts: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
         """Rank -> its experts: the fullest first, to the emptiest rank with room (EPLB)."""
-        held: dict[int, list[int]] = {rank: [] for rank in ranks}
+        experts_of: dict[int, list[int]] = {rank: [] for rank in ranks}
         loads = dict.fromkeys(ranks, 0.0)
         for expert in sorted(experts, key=lambda e: (-self.load[e], e)):
-            rank = min((r for r in ranks if len(held[r]) < self.slots), key=lambda r: (loads[r], r))
-            held[rank].append(expert)
+            rank = min((r for r in ranks if len(experts_of[r]) < self.slots), key=lambda r: (loads[r], r))
+            experts_of[rank].append(expert)
             loads[rank] += self.load[expert]
-        return held
+        return experts_of
 
-    def place_of(self, held: dict[int, list[int]]) -> Any:
-        """[experts] the place of each that is held."""
+    def place_of(self, experts_of: dict[int, list[int]]) -> Any:
+        """[experts] the place of each one that a rank holds."""
         result = self.np.zeros(len(self.load), int)
-        for rank, experts in held.items():
+        for rank, experts in experts_of.items():
             result[experts] = self.place_of_rank[rank]
         return result
 
@@ -165,23 +165,23 @@ class _Problem:
             result |= self.packed(list(self.np.flatnonzero(place == p)), ranks)
         return result
 
-    def total(self, held: dict[int, list[int]], weights: Any) -> float:
+    def total(self, experts_of: dict[int, list[int]], weights: Any) -> float:
         """Tokens times weights[rank, rank] of their ways."""
         rank_of = self.np.zeros(len(self.load), int)
-        for rank, experts in held.items():
+        for rank, experts in experts_of.items():
             rank_of[experts] = rank
         if self.of_ranks:
             return float((self.table * weights[:, rank_of]).sum())
         return float((self.table * weights[rank_of][:, rank_of]).sum() / 2)
 
-    def way(self, name: str, held: dict[int, list[int]]) -> Placed:
-        np, every = self.np, float(self.table.sum()) / (1 if self.of_ranks else 2) or 1.0
-        loads = [self.load[held[rank]].sum() for rank in sorted(held)]
-        crossing, moving = (self.total(held, np.array(w)) / every
+    def way(self, name: str, experts_of: dict[int, list[int]]) -> Placed:
+        np, tokens = self.np, float(self.table.sum()) / (1 if self.of_ranks else 2) or 1.0
+        loads = [self.load[experts_of[rank]].sum() for rank in sorted(experts_of)]
+        crossing, moving = (self.total(experts_of, np.array(w)) / tokens
                             for w in (self.places.crossing, self.places.moving))
-        order = tuple(int(expert) for rank in sorted(held) for expert in held[rank])
+        order = tuple(int(expert) for rank in sorted(experts_of) for expert in experts_of[rank])
         fullest = max(loads) / (self.load.sum() / len(loads) or 1.0)
-        return Placed(name, order, self.total(held, self.placements), float(crossing), float(moving),
+        return Placed(name, order, self.total(experts_of, self.placements), float(crossing), float(moving),
                       float(fullest))
 
     # The program
@@ -191,13 +191,13 @@ class _Problem:
         identity = {rank: list(range(rank * self.slots, (rank + 1) * self.slots)) for rank in ranks}
         known = [self.way(IDENTITY, identity), self.way(EPLB, self.eplb)]
         if self.of_ranks:
-            found, bound = self.linear(seconds)
-            starts = [one for one in (found, self.place_of(self.eplb)) if one is not None]
+            solution, bound = self.linear(seconds)
+            starts = [start for start in (solution, self.place_of(self.eplb)) if start is not None]
         else:
-            starts = [self.swapped(self.place_of(held)) for held in (self.eplb, identity)]
+            starts = [self.swapped(self.place_of(experts_of)) for experts_of in (self.eplb, identity)]
             bound = self.companions()
         allowed = [start for start in starts if self.fits(start)]
-        best = min((self.way(PLACED, self.held(place)) for place in allowed), key=lambda way: way.cost)
+        best = min((self.way(PLACED, self.held(place)) for place in allowed), key=lambda placed: placed.cost)
         return Answer((*known, best), min(float(bound), best.cost))  # not above it by rounding
 
     def fits(self, place: Any) -> bool:
@@ -206,52 +206,53 @@ class _Problem:
                    for region, limit in self.limited)
 
     def linear(self, seconds: float) -> tuple[Any, float]:
-        """([experts] places or None, bound). First over regions (places INSIDE of each other), an expert for
-        what its best place there costs: what bounds that bounds the whole."""
+        """([experts] places or None, bound). Regions (places INSIDE of each other) are chosen first, as if an
+        expert got the best place there: what bounds that bounds the whole."""
         np, cost = self.np, self.table.T @ self.placements[:, self.first]  # [experts, places]
         if not self.regions:
             return self.program(cost, self.room, self.limits_of_regions, seconds)
-        least = np.stack([cost[:, region].min(1) for region in self.regions], 1)
+        region_cost = np.stack([cost[:, region].min(1) for region in self.regions], 1)
         rooms = np.array([self.room[region].sum() for region in self.regions])
-        where, bound = self.program(least, rooms, self.limits_of_regions, seconds / 2)
-        if where is None:
+        region_of, bound = self.program(region_cost, rooms, self.limits_of_regions, seconds / 2)
+        if region_of is None:
             return None, bound
-        found = np.zeros(len(self.load), int)
+        places = np.zeros(len(self.load), int)
         for number, region in enumerate(self.regions):
-            mine = np.flatnonzero(where == number)
-            found[mine] = np.array(region)[self.inside(cost, mine, region, seconds / 2 / len(self.regions))]
-        return found, bound
+            experts = np.flatnonzero(region_of == number)
+            chosen = self.inside(cost, experts, region, seconds / 2 / len(self.regions))
+            places[experts] = np.array(region)[chosen]
+        return places, bound
 
-    def inside(self, cost: Any, mine: Any, region: list[int], seconds: float) -> Any:
-        """Places in the region, counted there: none gets more than the fullest of packed experts."""
-        held = self.packed(list(mine), [rank for place in region for rank in self.places.of[place]])
-        packed = self.np.searchsorted(region, self.place_of(held)[mine])  # regions are ascending
-        room, load = self.room[region], self.load[mine]
+    def inside(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
+        """Places, numbered within the region; none gets more than the fullest one of packed experts."""
+        experts_of = self.packed(list(experts), [rank for place in region for rank in self.places.of[place]])
+        packed = self.np.searchsorted(region, self.place_of(experts_of)[experts])  # regions are ascending
+        room, load = self.room[region], self.load[experts]
         fullest = (self.np.bincount(packed, load, len(region)) / room).max()
         limit = room * max(fullest, self.balance * self.load.mean())
-        found, _ = self.program(cost[mine][:, region], room, limit, seconds, load)
-        return packed if found is None else found
+        solution, _ = self.program(cost[experts][:, region], room, limit, seconds, load)
+        return packed if solution is None else solution
 
     def program(self, cost: Any, room: Any, limit: Any, seconds: float,
                 load: Any = None) -> tuple[Any, float]:
         """cost: [experts, places]; ([experts] places or None, bound)."""
-        np, (every, places) = self.np, cost.shape
+        np, (experts, places) = self.np, cost.shape
         load, scale = self.load if load is None else load, cost.max() or 1.0
         eye, ones = self.sparse.identity, np.ones
-        one = self.sparse.kron(eye(every), ones((1, places)))
-        full = self.sparse.kron(ones((1, every)), eye(places))
+        placed_once = self.sparse.kron(eye(experts), ones((1, places)))
+        slots_used = self.sparse.kron(ones((1, experts)), eye(places))
         loads = self.sparse.kron(load[None, :], eye(places))
         within = self.optimize.LinearConstraint
         result = self.optimize.milp(
-            (cost / scale).ravel(), integrality=ones(every * places), bounds=self.optimize.Bounds(0, 1),
-            constraints=[within(one.tocsr(), 1, 1), within(full.tocsr(), room, room),
+            (cost / scale).ravel(), integrality=ones(experts * places), bounds=self.optimize.Bounds(0, 1),
+            constraints=[within(placed_once.tocsr(), 1, 1), within(slots_used.tocsr(), room, room),
                          within(loads.tocsr(), -np.inf, limit)],
             options={"time_limit": seconds, "mip_rel_gap": GAP},
         )  # fmt: skip
-        alone = float(cost.min(1).sum())  # each expert where it is best, whatever the room
+        cheapest = float(cost.min(1).sum())  # each expert where it is best, whatever the room
         bound = result.mip_dual_bound
-        bound = alone if bound is None or not np.isfinite(bound) else max(alone, float(bound) * scale)
-        return (None if result.x is None else result.x.reshape(every, places).argmax(1)), bound
+        bound = cheapest if bound is None or not np.isfinite(bound) else max(cheapest, float(bound) * scale)
+        return (None if result.x is None else result.x.reshape(experts, places).argmax(1)), bound
 
     def swapped(self, place: Any) -> Any:
         """Two experts of different places at a time, the pair that helps most first."""
@@ -275,9 +276,9 @@ class _Problem:
         """What an expert's own and neighbouring slots cannot hold goes to others, the least first."""
         np, far = self.np, self.far
         across = far[far > INSIDE]
-        least = [(float(across.min()) if across.size else 0.0, (far <= INSIDE) @ self.room)]
+        levels = [(float(across.min()) if across.size else 0.0, (far <= INSIDE) @ self.room)]
         inside = far[(far > 0) & (far <= INSIDE)]
-        least += [(float(inside.min()), self.room)] if inside.size else []
+        levels += [(float(inside.min()), self.room)] if inside.size else []
         ordered = np.sort(self.table, 1)[:, 1:]  # of the others, ascending: the largest stay
         return max(float(ordered[:, : len(self.load) - int(np.max(slots))].sum()) * price / 2
-                   for price, slots in least)
+                   for price, slots in levels)

@@ -23,7 +23,7 @@ from holmes_ext.errors import HolmesError
 RANK, EXPERT = "rank", "expert"
 #: Number of "all layers alike".
 EVERY = 0
-_ADVICE = 'count what the router does: {"version": 1, "rows": "rank", "counts": [[...], ...]}'
+_ADVICE = 'give the token counts of the router: {"version": 1, "rows": "rank", "counts": [[...], ...]}'
 _MADE_BY = "`holmes plan --experts TRAFFIC --experts-output FILE` writes one"
 
 
@@ -37,14 +37,14 @@ class Counts:
     def __post_init__(self) -> None:
         width = len(self.table[0]) if self.table else 0
         if not width or any(len(row) != width for row in self.table):
-            raise HolmesError("its rows are not of one length, a number for each expert")
+            raise HolmesError("its rows differ in length; each needs one number per expert")
         bad = next(((i, j) for i, row in enumerate(self.table) for j, n in enumerate(row)
                     if not (math.isfinite(n) and n >= 0)), None)  # fmt: skip
         if bad is not None:
-            raise HolmesError(f"row {bad[0]}, expert {bad[1]} is not a finite number of tokens, 0 or more")
+            raise HolmesError(f"row {bad[0]}, expert {bad[1]}: tokens must be 0 or more, and finite")
         if self.rows == EXPERT and len(self.table) != width:
-            told = f"it is not square: {len(self.table)} rows of {width} experts"
-            raise HolmesError(f'{told}; give "rows": "rank" where a row is a rank')
+            problem = f"it is not square: {len(self.table)} rows of {width} experts"
+            raise HolmesError(f'{problem}; give "rows": "rank" where a row is a rank')
 
     @property
     def experts(self) -> int:
@@ -54,7 +54,7 @@ class Counts:
         """[ranks, experts]: rows of all expert-parallel groups added up by their place in the group."""
         if len(self.table) % ranks:
             raise HolmesError(
-                f"its {len(self.table)} rows are not of {ranks} expert-parallel ranks, or a multiple")
+                f"its {len(self.table)} rows are not a multiple of the {ranks} expert-parallel ranks")
         return tuple(tuple(map(sum, zip(*self.table[rank::ranks]))) for rank in range(ranks))
 
 
@@ -83,9 +83,9 @@ def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
         table = top.table("layers")
         wrong = next((key for key in table.values if not key.isdecimal() or not int(key)), None)
         if wrong is not None or not table.values:
-            told = f"{wrong!r} is not the number of a layer, 1 or more" if wrong else "names no layer"
+            problem = f"{wrong!r} is not a layer number, 1 or more" if wrong else "names no layer"
             raise HolmesError(
-                f"{top.at('layers')}: {told}; give {alone!r} for all layers, or layers by number")
+                f"{top.at('layers')}: {problem}; give {alone!r} for all layers, or layers by number")
         result = {int(key): (table.at(key), table.take(key, list)) for key in table.values}
     top.done()
     return result
@@ -108,7 +108,7 @@ class ExpertOrder:
         for number, order in self.layers.items():
             if sorted(order) != list(range(len(order))) or len(order) % self.ranks:
                 raise HolmesError(
-                    f"layer {number}: is not each expert once, as many on each of {self.ranks} ranks")
+                    f"layer {number}: must list each expert once, as many on each of {self.ranks} ranks")
 
     @property
     def digest(self) -> str:
@@ -131,7 +131,7 @@ def load_order(path: str | Path) -> ExpertOrder:
     ranks = top.take("ranks", int)
     orders: dict[int, Sequence[Any]] = {number: order for number, (_, order) in _layers(top, "order").items()}
     if ranks < 1 or not all(type(expert) is int for order in orders.values() for expert in order):
-        raise HolmesError(f"{top.source}: names no ranks, or experts that are not whole numbers; {_MADE_BY}")
+        raise HolmesError(f"{top.source}: key 'ranks' must be 1 or more, experts whole numbers; {_MADE_BY}")
     try:
         return ExpertOrder(ranks, {number: tuple(order) for number, order in orders.items()})
     except HolmesError as error:

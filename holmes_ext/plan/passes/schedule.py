@@ -30,10 +30,10 @@ Ends = dict[tuple[int, str, int], float]
 _HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
-def before(order: Sequence[OnePass], counted: str, each: str) -> tuple[int, ...]:
-    """Of each pass of the letters `each`: the passes of the letters `counted` before it."""
+def before(order: Sequence[OnePass], counted: str, of_letters: str) -> tuple[int, ...]:
+    """For each pass whose letter is in `of_letters`: how many before it have a letter in `counted`."""
     counts = accumulate(letter in counted for letter, _ in order)
-    return tuple(count for (letter, _), count in zip(order, counts) if letter in each)
+    return tuple(count for (letter, _), count in zip(order, counts) if letter in of_letters)
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class PassOrder:
 
         def step(stage: int, word: str) -> OnePass:
             if word[:1] not in {*LETTERS, "g"} or not word[1:].isdecimal():
-                raise HolmesError(f"passes of stage {stage}: {word!r} is no pass such as F0, B0, I0 or W0")
+                raise HolmesError(f"passes of stage {stage}: {word!r} is not a pass such as F0, B0, I0 or W0")
             return word[0], int(word[1:])
 
-        every = [[step(stage, word) for word in text.split()] for stage, text in enumerate(texts)]
-        leads = tuple(before(order, "F", "g") for order in every[:-1])
-        stages = (tuple(one for one in order if one[0] != "g") for order in every)
+        orders = [[step(stage, word) for word in text.split()] for stage, text in enumerate(texts)]
+        leads = tuple(before(order, "F", "g") for order in orders[:-1])
+        stages = (tuple(entry for entry in order if entry[0] != "g") for order in orders)
         return cls(tuple(stages), leads if any(leads) else ())
 
     @property
@@ -106,22 +106,22 @@ class PassOrder:
                 numbers = [number for letter, number in order if letter in letters]
                 if numbers != wanted:
                     what = {"F": "forward", "BI": "input-gradient", "BW": "weight-gradient"}[letters]
-                    count = f"0 to {len(wanted) - 1}, each once and in this order"
-                    raise HolmesError(f"passes of stage {stage}: its {what} passes are not those of {count}")
+                    count = f"micro-batches 0 to {len(wanted) - 1}, each once, in order"
+                    raise HolmesError(f"passes of stage {stage}: its {what} passes must be {count}")
             at = {step: place for place, step in enumerate(order)}
             for letter, number in order:
-                before = {"F": None, "B": "F", "I": "F", "W": "I"}[letter]
-                if before and at[letter, number] < at[before, number]:
+                needed = {"F": None, "B": "F", "I": "F", "W": "I"}[letter]
+                if needed and at[letter, number] < at[needed, number]:
                     raise HolmesError(
-                        f"passes of stage {stage}: {letter}{number} comes before {before}{number}")
+                        f"passes of stage {stage}: {letter}{number} comes before {needed}{number}")
         for _ in self.in_order():
             pass
         for edge, leads in enumerate(self.leads):
-            least, most = self._sent[edge + 1], self._sent[edge]
-            if not (len(leads) == len(most) and list(leads) == sorted(leads)
-                    and all(low <= lead <= high for low, lead, high in zip(least, leads, most))):
-                raise HolmesError(f"passes of stage {edge}: a gradient's receive (g) is not between what the "
-                                  f"next stage needs before it sends it and the pass that needs it")
+            earliest, latest = self._sent[edge + 1], self._sent[edge]
+            if not (len(leads) == len(latest) and list(leads) == sorted(leads)
+                    and all(low <= lead <= high for low, lead, high in zip(earliest, leads, latest))):
+                raise HolmesError(f"passes of stage {edge}: a gradient's receive (g) must follow the "
+                                  f"forwards that the next stage needs to send it, and precede its backward")
 
     @cached_property
     def _sent(self) -> tuple[tuple[int, ...], ...]:
@@ -149,7 +149,7 @@ class PassOrder:
         place, last = [0] * len(self.stages), len(self.stages) - 1
         done: set[tuple[int, str, int]] = set()
         while any(place[stage] < len(order) for stage, order in enumerate(self.stages)):
-            before = sum(place)
+            progress = sum(place)
             for stage, order in enumerate(self.stages):
                 while place[stage] < len(order):
                     letter, number = order[place[stage]]
@@ -160,11 +160,11 @@ class PassOrder:
                     done.add((stage, "I" if letter == "B" else letter, number))
                     place[stage] += 1
                     yield stage, (letter, number)
-            if sum(place) == before:
+            if sum(place) == progress:
                 stage = next(stage for stage, order in enumerate(self.stages) if place[stage] < len(order))
                 letter, number = self.stages[stage][place[stage]]
                 raise HolmesError(
-                    f"passes of stage {stage}: {letter}{number} waits for ever for its neighbour")
+                    f"passes of stage {stage}: {letter}{number} deadlocks with a neighbouring stage")
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -177,35 +177,35 @@ class PassOrder:
         return [ready[stage, _key(order[-1][0]), order[-1][1]] for stage, order in enumerate(self.stages)]
 
     def _ready(self, times: Times) -> Ends:
-        """When each pass ends. With an order of the messages one leaves when the word has come that its
+        """When each pass ends. Where messages have an order, one leaves once its sender knows that its
         receive is posted (rendezvous)."""
         clock, last, ready = [0.0] * len(self.stages), len(self.stages) - 1, Ends()
         for stage, (letter, number) in self.in_order():
-            begin, other = clock[stage], stage - 1 if letter == "F" else stage + 1
-            if letter != "W" and 0 <= other <= last:
-                edge, kind = min(stage, other), "F" if letter == "F" else "B"
-                left, seconds = ready[other, _key(kind), number], times.transfer[edge]
+            begin, peer = clock[stage], stage - 1 if letter == "F" else stage + 1
+            if letter != "W" and 0 <= peer <= last:
+                edge, kind = min(stage, peer), "F" if letter == "F" else "B"
+                departs, seconds = ready[peer, _key(kind), number], times.transfer[edge]
                 if self.leads and (after := self.posted_after(edge, kind, number)):
-                    left = max(left, ready[stage, _key(after[0]), after[1]] + seconds)
-                begin = max(begin, left + seconds)
+                    departs = max(departs, ready[stage, _key(after[0]), after[1]] + seconds)
+                begin = max(begin, departs + seconds)
             clock[stage] = ready[stage, _key(letter), number] = begin + times.of(letter, stage)
         return ready
 
     def in_one_order(self, times: Times) -> PassOrder:
-        """With an order of each edge's messages: of the middle between the moment when one is sent and the
-        last one when it may leave."""
+        """With one order of each edge's messages: by the moment halfway between the end of the pass that
+        makes each and the begin of the pass that needs it, as far as both stages' passes allow."""
         ready, begins, leads = self._ready(times), Ends(), []
         for stage, order in enumerate(self.stages):
             for letter, number in order:
                 key = stage, _key(letter), number
                 begins[key] = ready[key] - times.of(letter, stage)
-        for edge, (most, least) in enumerate(zip(self._sent, self._sent[1:])):
+        for edge, (latest, earliest) in enumerate(zip(self._sent, self._sent[1:])):
             activations, gradients = ([ready[sender, kind, number] + begins[receiver, kind, number]
                                        for number in range(self.micro_batches)]
                                       for sender, receiver, kind in ((edge, edge + 1, "F"),
                                                                      (edge + 1, edge, "I")))
             leads.append(tuple(min(max(bisect_left(activations, moment), low), high)
-                               for moment, low, high in zip(gradients, least, most)))
+                               for moment, low, high in zip(gradients, earliest, latest)))
         return replace(self, leads=tuple(leads))
 
 

@@ -46,36 +46,37 @@ def quickest(
     loads: tuple[StageLoad, ...], transfer: tuple[float, ...], sent: tuple[float, ...], micro_batches: int,
     one_order: bool,
 ) -> PassOrder | None:
-    """None where 1F1B with hidden edges takes no longer, or nobody told what of a backward could wait.
-    transfer: seconds of an activation over each edge; sent: those in which it carries nothing else;
-    one_order: as solved's. Memory that nobody told holds as many as 1F1B's fullest stage."""
+    """None where 1F1B with hidden edges is as fast, or what of a backward could wait is not known. transfer:
+    seconds of an activation over each edge; sent: those in which it carries nothing else; one_order: as
+    solved's. Memory of unknown size holds as many micro-batches as 1F1B's fullest stage."""
     forward, backward = (tuple(getattr(load, name) for load in loads) for name in ("forward_s", "backward_s"))
     weights, most = tuple(load.weights_s for load in loads), tuple(load.most for load in loads)
     if len(loads) < 2 or not all(weights):
         return None
-    held = quickest_in_flight(forward, backward, transfer, micro_batches, sent, most)
-    now = max(walked_ends(forward, backward, transfer, micro_batches, held))
-    room = tuple(max(own, max(held) if limit == inf else limit) for own, limit in zip(held, most))
-    inputs = tuple(whole - later for whole, later in zip(backward, weights))
+    in_flight = quickest_in_flight(forward, backward, transfer, micro_batches, sent, most)
+    step_1f1b_s = max(walked_ends(forward, backward, transfer, micro_batches, in_flight))
+    fullest = max(in_flight)
+    room = tuple(max(count, fullest if limit == inf else limit) for count, limit in zip(in_flight, most))
+    inputs = tuple(backward_s - weights_s for backward_s, weights_s in zip(backward, weights))
     times = Times(forward, inputs, weights, transfer, micro_batches, room)
-    pass_order = solved(times, held, one_order)
-    return pass_order if max(pass_order.ends(times)) < now * (1 - WORTH_MORE) else None
+    pass_order = solved(times, in_flight, one_order)
+    return pass_order if max(pass_order.ends(times)) < step_1f1b_s * (1 - WORTH_MORE) else None
 
 
 def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassOrder:
-    """ahead: micro-batches that 1F1B would have in flight on each stage, to begin with; one_order: an edge's
-    messages have one (NCCL), which is found and priced, too."""
-    each = 3 * times.micro_batches * len(times.forward) * (ONE_ORDER if one_order else 1)
-    budget = max(1, WORK // each)
+    """ahead: micro-batches in flight on each stage under 1F1B, where the search begins; one_order: an edge's
+    messages need one order (NCCL), which is found and priced, too."""
+    passes = 3 * times.micro_batches * len(times.forward) * (ONE_ORDER if one_order else 1)
+    budget = max(1, WORK // passes)
 
-    def held(stage: int) -> int:
+    def capacity(stage: int) -> int:
         return int(min(times.most[stage], times.micro_batches))
 
-    room, count = [held(stage) for stage in range(len(ahead))], len(ahead)
-    wide = [min(2 * own, own + count) for own in ahead]
+    room, count = [capacity(stage) for stage in range(len(ahead))], len(ahead)
+    wide = [min(2 * depth, depth + count) for depth in ahead]
     starts = [
-        [Rule(min(one, most), late if late >= 0 else most, patience) for one, most in zip(aheads, room)]
-        for aheads in (ahead, [own + 1 for own in ahead], wide, [max(ahead)] * count, room)
+        [Rule(min(depth, most), late if late >= 0 else most, patience) for depth, most in zip(aheads, room)]
+        for aheads in (ahead, [depth + 1 for depth in ahead], wide, [max(ahead)] * count, room)
         for late in (0, 1, 2, -1) for patience in (0.0, 1.0)
     ]  # fmt: skip
     tried: dict[tuple[Rule, ...], float] = {}
@@ -88,26 +89,26 @@ def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassO
         return tried[key]
 
     def ordered(orders: Sequence[Sequence[OnePass]]) -> PassOrder:
-        found = PassOrder(tuple(tuple(order) for order in orders))
-        return found.in_one_order(times) if one_order else found
+        pass_order = PassOrder(tuple(tuple(order) for order in orders))
+        return pass_order.in_one_order(times) if one_order else pass_order
 
     def descended(rules: list[Rule]) -> list[Rule]:
-        found, changed = seconds(rules), True
+        best_s, changed = seconds(rules), True
         while changed:
             changed = False
-            for other in _near(rules, room):
-                if len(tried) < budget and seconds(other) < found * (1 - BETTER):
-                    rules, found, changed = other, seconds(other), True
+            for neighbour in _near(rules, room):
+                if len(tried) < budget and seconds(neighbour) < best_s * (1 - BETTER):
+                    rules, best_s, changed = neighbour, seconds(neighbour), True
         return rules
 
-    least, dice = least_s(times), Random(0)
+    bound_s, dice = least_s(times), Random(0)
     best = min(map(descended, sorted(starts, key=seconds)[:3]), key=seconds)
     kicks = 0
-    while len(tried) < budget and kicks < KICKS and seconds(best) > least * (1 + BETTER):
-        other, kicks = best, kicks + 1
+    while len(tried) < budget and kicks < KICKS and seconds(best) > bound_s * (1 + BETTER):
+        kicked, kicks = best, kicks + 1
         for _ in range(3):
-            other = dice.choice([*_near(other, room)])
-        best = min(best, descended(other), key=seconds)
+            kicked = dice.choice([*_near(kicked, room)])
+        best = min(best, descended(kicked), key=seconds)
     return ordered(list(map(_whole, range(len(ahead)), listed(times, best)[0])))
 
 
@@ -123,14 +124,14 @@ def _near(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:
 
 
 def _whole(stage: int, order: list[OnePass]) -> tuple[OnePass, ...]:
-    """I and W that follow each other as B, on the first stage: nobody waits for its gradient."""
-    found: list[OnePass] = []
+    """On the first stage, whose input's gradient nobody waits for, I and the W right after it become B."""
+    merged: list[OnePass] = []
     for letter, number in order:
-        if stage == 0 and letter == "W" and found[-1] == ("I", number):
-            found[-1] = "B", number
+        if stage == 0 and letter == "W" and merged[-1] == ("I", number):
+            merged[-1] = "B", number
         else:
-            found.append((letter, number))
-    return tuple(found)
+            merged.append((letter, number))
+    return tuple(merged)
 
 
 def listed(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePass]], float]:
@@ -141,8 +142,8 @@ def listed(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePass]], fl
     orders: list[list[OnePass]] = [[] for _ in rules]
     # of each stage: passes done of each kind, and when the messages came that are known to come
     begun, back, done = [0] * count, [0] * count, [0] * count
-    there: list[list[float]] = [[0.0] * m, *([] for _ in range(last))]  # activations
-    here: list[list[float]] = [[] for _ in rules]  # gradients
+    activations: list[list[float]] = [[0.0] * m, *([] for _ in range(last))]
+    gradients: list[list[float]] = [[] for _ in rules]
     heap = [(0.0, stage) for stage in range(count)]
     asleep, free, end = [False] * count, [0.0] * count, 0.0
     room = [max(1, int(min(most, m))) for most in times.most]
@@ -155,8 +156,8 @@ def listed(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePass]], fl
     while heap:
         now, s = heappop(heap)
         rule = rules[s]
-        next_f = there[s][begun[s]] if begun[s] < len(there[s]) else inf
-        next_i = here[s][back[s]] if back[s] < len(here[s]) else inf
+        next_f = activations[s][begun[s]] if begun[s] < len(activations[s]) else inf
+        next_i = gradients[s][back[s]] if back[s] < len(gradients[s]) else inf
         undone = back[s] - done[s]
         if begun[s] - done[s] >= room[s]:
             next_f = inf
@@ -178,15 +179,15 @@ def listed(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePass]], fl
             number, end_s = begun[s], now + f[s]
             begun[s] += 1
             if s == last:
-                here[s].append(end_s)
+                gradients[s].append(end_s)
             else:
-                there[s + 1].append(end_s + x[s])
+                activations[s + 1].append(end_s + x[s])
                 wake(s + 1, end_s + x[s])
         elif letter == "I":
             number, end_s = back[s], now + i[s]
             back[s] += 1
             if s:
-                here[s - 1].append(end_s + x[s - 1])
+                gradients[s - 1].append(end_s + x[s - 1])
                 wake(s - 1, end_s + x[s - 1])
         else:
             number, end_s = done[s], now + w[s]

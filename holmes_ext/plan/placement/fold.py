@@ -56,7 +56,7 @@ class Fold:
         mixed: dict[int, Counter[Hashable]] = {}
         for at, look in looks.items():
             mixed.setdefault(self._group[at], Counter())[look] += self._weight[at]
-        made_of = {own: frozenset(counts.items()) for own, counts in mixed.items()}
+        made_of = {group: frozenset(counts.items()) for group, counts in mixed.items()}
         self.kind_of = numbered({at: (look, made_of[self._group[at]]) for at, look in looks.items()})
         self.count: Counter[int] = Counter()
         for at, kind in self.kind_of.items():
@@ -67,8 +67,8 @@ class Fold:
         for at, slots in self._slots.items():
             for stage, slot in enumerate(slots):
                 self._on.setdefault(slot, Counter())[self.kind_of[at], stage] += 1
-        held = {slot: (self._kind_of_slot[slot], frozenset(on.items())) for slot, on in self._on.items()}
-        self.node_of = numbered(held)
+        contents = {slot: (self._kind_of_slot[slot], frozenset(on.items())) for slot, on in self._on.items()}
+        self.node_of = numbered(contents)
         self._family: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
         self._apart: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
 
@@ -88,7 +88,7 @@ class Fold:
 
     def _look(self, slots: tuple[int, ...]) -> Hashable:
         pairs = zip(slots, (*slots[1:], slots[0]))
-        return tuple(self._kind_of_slot[slot] for slot in slots), tuple(one == two for one, two in pairs)
+        return tuple(self._kind_of_slot[slot] for slot in slots), tuple(a == b for a, b in pairs)
 
     def kind_at(self, position: int) -> int:
         """The kind of pipeline whose ranks stand at a position of every stage."""
@@ -104,35 +104,34 @@ class Fold:
 
     def ranks(self, pipeline: int, stage: int) -> tuple[int, ...]:
         """All ranks of a stage of a kind of pipeline."""
-        found = []
+        ranks = []
         for at, kind in self.kind_of.items():
             if kind == pipeline:
                 places = range(at, at + self._weight[at] * self._unit, self._unit)
                 firsts = [self.placement.rank(place, stage) * self.times for place in places]
-                found += [first + more for first in firsts for more in range(self.times)]
-        return tuple(sorted(found))
+                ranks += [first + more for first in firsts for more in range(self.times)]
+        return tuple(sorted(ranks))
 
     def edge(self, pipeline: int, stage: int, other: int) -> StageEdge:
         """From `stage` to `other` of a kind of pipeline."""
         return self._edge(pipeline, stage, other, {pipeline})
 
     def edges(self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]) -> list[StageEdge]:
-        """Of each kind of pipeline, with all that leaves and reaches a node; fabric: of two kinds of
-        nodes."""
-        every = range(len(self.kinds))
-        on = {kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other))) for kind in every}
-        together = {name: {kind for kind in every if on[kind] == name} for name in on.values()}
-        return [self._edge(kind, stage, other, together[on[kind]]) for kind in every]
+        """Of each kind of pipeline, with all that leaves and reaches a node; fabric: of two kinds of node."""
+        pipelines = range(len(self.kinds))
+        on = {kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other))) for kind in pipelines}
+        together = {name: {kind for kind in pipelines if on[kind] == name} for name in on.values()}
+        return [self._edge(kind, stage, other, together[on[kind]]) for kind in pipelines]
 
     def _edge(self, pipeline: int, stage: int, other: int, together: Collection[int]) -> StageEdge:
         """together: kinds of pipelines that are counted."""
-        one, two = self.kinds[pipeline][stage], self.kinds[pipeline][other]
-        kinds = self._kind_of_slot[one], self._kind_of_slot[two]
-        leaving = sum(self._leaving(stage, other)[one, kind] for kind in together)
-        reaching = sum(self._leaving(other, stage)[two, kind] for kind in together)
+        source, target = self.kinds[pipeline][stage], self.kinds[pipeline][other]
+        kinds = self._kind_of_slot[source], self._kind_of_slot[target]
+        leaving = sum(self._leaving(stage, other)[source, kind] for kind in together)
+        reaching = sum(self._leaving(other, stage)[target, kind] for kind in together)
         leaving, reaching = (max(1, self.times * count) for count in (leaving, reaching))
-        sender, receiver, count = self.node_of[one], self.node_of[two], self.count[pipeline]
-        return StageEdge(sender, receiver, kinds, leaving, reaching, count, local=one == two)
+        sender, receiver, count = self.node_of[source], self.node_of[target], self.count[pipeline]
+        return StageEdge(sender, receiver, kinds, leaving, reaching, count, local=source == target)
 
     def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
         """(slot, kind of pipeline) -> ranks of a stage whose next one is on another node."""
@@ -144,11 +143,11 @@ class Fold:
     @cached_property
     def data_groups(self) -> dict[int, int]:
         """Class of node -> data-parallel groups of all stages on it."""
-        found: dict[int, set[tuple[int, int]]] = {}
+        groups_on: dict[int, set[tuple[int, int]]] = {}
         for at, slots in self._slots.items():
             for stage, slot in enumerate(slots):
-                found.setdefault(slot, set()).add((stage, self._group[at]))
-        return {self.node_of[slot]: len(groups) * self.times for slot, groups in found.items()}
+                groups_on.setdefault(slot, set()).add((stage, self._group[at]))
+        return {self.node_of[slot]: len(groups) * self.times for slot, groups in groups_on.items()}
 
     def families(self, stage: int, kind: str = "data") -> tuple[GroupFamily, ...]:
         """Groups of a kind (sizes.py's KINDS) of a stage, those of one rank left out."""
@@ -163,60 +162,61 @@ class Fold:
         for name, members in groups.items():
             for at in members:
                 on.setdefault(slot_of[at], set()).add(name)
-        whole = kind == "data"  # its groups hold all units of a run, others one of them
+        is_data = kind == "data"  # its groups hold all units of a run, others one of them
         ranks_of, groups_of = (self.times, 1) if kind == "tensor" else (1, self.times)
         alike: dict[Hashable, list[Hashable]] = {}
         for name, members in groups.items():
-            here = Counter(slot_of[at] for at in members)
-            look = Counter((self.node_of[slot], ranks) for slot, ranks in here.items())
+            ranks_on = Counter(slot_of[at] for at in members)
+            look = Counter((self.node_of[slot], ranks) for slot, ranks in ranks_on.items())
             kinds = frozenset(self.kind_of[at] for at in members)
             alike.setdefault((frozenset(look.items()), kinds), []).append(name)
         for names in alike.values():
             members = groups[names[0]]
-            here = Counter(slot_of[at] for at in members)
+            ranks_on = Counter(slot_of[at] for at in members)
             like = {slot_of[at]: self._weight[at] for at in members}
-            count = len(names) if whole else sum(self._weight[groups[name][0]] for name in names)
-            parts: dict[tuple[int, int, int], int] = {}
-            for slot, ranks in here.items():
-                own = sum(name in on[slot] for name in names)
-                key = slot, ranks, own
-                parts[key] = parts.get(key, 0) + (like[slot] if whole else 1)
-            found: dict[GroupPart, int] = {}
-            for (slot, ranks, own), nodes in parts.items():
+            count = len(names) if is_data else sum(self._weight[groups[name][0]] for name in names)
+            node_counts: dict[tuple[int, int, int], int] = {}
+            for slot, ranks in ranks_on.items():
+                family_groups = sum(name in on[slot] for name in names)
+                key = slot, ranks, family_groups
+                node_counts[key] = node_counts.get(key, 0) + (like[slot] if is_data else 1)
+            nodes_of: dict[GroupPart, int] = {}
+            for (slot, ranks, family_groups), nodes in node_counts.items():
                 node = self.node_of[slot]
                 stages_there = {stage for _, stage in self._on[slot]}
                 crowd = groups_of * len(on[slot]) * len(stages_there)
-                crowd = self.data_groups[node] if whole else crowd
-                part = GroupPart(node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_of * own, crowd)
-                found[part] = found.get(part, 0) + nodes
-            made = tuple(
+                crowd = self.data_groups[node] if is_data else crowd
+                groups_here = groups_of * family_groups
+                part = GroupPart(node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_here, crowd)
+                nodes_of[part] = nodes_of.get(part, 0) + nodes
+            parts = tuple(
                 GroupPart(part.node, part.kind, nodes, part.here, part.groups, part.crowd)
-                for part, nodes in found.items()
+                for part, nodes in nodes_of.items()
             )
             turns = [at for at, before in zip(members, (None, *members))
                      if before is None or slot_of[at] != slot_of[before]]
-            ring = joined((self._kind_of_slot[slot_of[at]], like[slot_of[at]] if whole else 1)
+            ring = joined((self._kind_of_slot[slot_of[at]], like[slot_of[at]] if is_data else 1)
                           for at in turns)
-            ranks = sum(part.nodes * part.here for part in made)
+            ranks = sum(part.nodes * part.here for part in parts)
             pipelines = tuple(sorted({self.kind_of[at] for at in members}))
-            yield GroupFamily(stage, ranks, groups_of * count, made, pipelines, ring)
+            yield GroupFamily(stage, ranks, groups_of * count, parts, pipelines, ring)
 
     def _groups(self, kind: str) -> dict[Hashable, list[int]]:
         """Positions of every group's members, in their order, by what they have in common."""
-        sizes, found = self.placement.sizes, dict[Hashable, list[int]]()
+        sizes, members_of = self.placement.sizes, dict[Hashable, list[int]]()
         if kind == "expert":
             name = _expert_group(self.placement)
         else:
             axes = [axis for axis in AXES if axis != "pp" and axis not in KINDS[kind]]
-            each = [(self._step[axis], sizes.size(axis)) for axis in axes]
+            strides = [(self._step[axis], sizes.size(axis)) for axis in axes]
 
             def name(at: int) -> Hashable:
-                return tuple(at // step % size for step, size in each)
+                return tuple(at // step % size for step, size in strides)
 
         for at in self._weight:
-            found.setdefault(name(at), []).append(at)
-        alone = kind != "data" and (kind != "tensor" or self.times == 1)
-        return {key: members for key, members in found.items() if len(members) > 1 or not alone}
+            members_of.setdefault(name(at), []).append(at)
+        skip_single = kind != "data" and (kind != "tensor" or self.times == 1)
+        return {key: members for key, members in members_of.items() if len(members) > 1 or not skip_single}
 
 
 def _times(placement: Placement) -> int:
@@ -236,21 +236,21 @@ def _strides(placement: Placement) -> dict[str, int]:
 
 def _unit(placement: Placement, step: Mapping[str, int]) -> int:
     """Ranks of a stage in the shortest piece that repeats; all of them where none does."""
-    sizes, processes, every = placement.sizes, placement.processes, placement.stage_ranks
+    sizes, processes, stage_ranks = placement.sizes, placement.processes, placement.stage_ranks
     stride, unit = placement.stride, step["dp"]
-    if unit * sizes.data != every:
-        return every
+    if unit * sizes.data != stage_ranks:
+        return stage_ranks
     if sizes.expert > 1:
         grid, strides = expert_grid(sizes)
-        unit = lcm(unit, strides["dp"] if strides["dp"] * grid["dp"] == every else every)
+        unit = lcm(unit, strides["dp"] if strides["dp"] * grid["dp"] == stage_ranks else stage_ranks)
     if stride % processes == 0:
         unit = lcm(unit, processes)
-    elif stride < every:
+    elif stride < stage_ranks:
         block = stride * sizes.pipeline
         unit = lcm(unit, stride * lcm(block, processes) // block)
     else:
-        return every
-    return unit if every % unit == 0 else every
+        return stage_ranks
+    return unit if stage_ranks % unit == 0 else stage_ranks
 
 
 def _expert_group(placement: Placement):  # type: ignore[no-untyped-def]

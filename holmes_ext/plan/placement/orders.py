@@ -37,27 +37,27 @@ class Orders:
         self.network, self.gpus = network, tuple(gpus)
         self.every = range(len(network.kinds))
         self.nodes = [len(names) for names in network.names]
-        own = [fabrics for _, fabrics in network.kinds]
-        self._uses = Counter(name for fabrics in own for name in fabrics)
+        fabrics_by_kind = [fabrics for _, fabrics in network.kinds]
+        self._uses = Counter(name for fabrics in fabrics_by_kind for name in fabrics)
         looks = [
             (tuple(map(self._look, fabrics)), nodes, gpu)
-            for fabrics, nodes, gpu in zip(own, self.nodes, self.gpus)
+            for fabrics, nodes, gpu in zip(fabrics_by_kind, self.nodes, self.gpus)
         ]
         #: For each kind the first one that it can be exchanged with.
         self.alike = tuple(
-            next(other
-                 for other in self.every if looks[other] == looks[one] and self._between_alike(one, other))
-            for one in self.every
+            next(first
+                 for first in self.every if looks[first] == looks[kind] and self._between_alike(kind, first))
+            for kind in self.every
         )
 
     def _look(self, name: str) -> Hashable:
         fabric = self.network.line(self.network.site.fabric_by_name[name])
         return name if self._uses[name] > 1 else (fabric.kind, fabric.rate_bps, fabric.latency_s)
 
-    def _between_alike(self, one: int, two: int) -> bool:
-        """Whether all ways between clusters stay as they are when these two change places."""
+    def _between_alike(self, first: int, second: int) -> bool:
+        """Whether exchanging these two kinds leaves all links between clusters as they are."""
         wan, names = self.network.wan, self.network.site.clusters
-        a, b = self.network.cluster(one), self.network.cluster(two)
+        a, b = self.network.cluster(first), self.network.cluster(second)
 
         def look(pair: tuple[str, str]) -> Hashable:
             return tuple((hop.key[0], hop.rate_bps, hop.latency_s) for hop in wan.hops(*pair))
@@ -67,7 +67,7 @@ class Orders:
     def placements(self, sizes: Sizes, limit: int = MAX_ORDERS) -> tuple[list[Placement], bool]:
         """All of them for complete sizes in the default order of ranks, and whether none was left out."""
         pipeline, complete = sizes.pipeline, True
-        found: list[Placement] = []
+        placements: list[Placement] = []
         for together in (size for size in range(1, len(self.every) + 1) if len(self.every) % size == 0):
             if pipeline == 1 and together > 1:
                 break  # one stage holds all clusters anyhow
@@ -76,8 +76,8 @@ class Orders:
             listed = list(dict.fromkeys(islice(orders, 1 if pipeline == 1 else most)))
             complete = complete and (pipeline == 1 or next(orders, None) is None)
             for groups in listed:
-                found += self.made(sizes, groups)
-        return found, complete
+                placements += self.made(sizes, groups)
+        return placements, complete
 
     def made(self, sizes: Sizes, groups: Groups) -> list[Placement]:
         """The placement of groups of equal numbers of kinds; none where that does not come out even."""
@@ -93,11 +93,11 @@ class Orders:
             return
 
         def cost(pair: tuple[int, int]) -> tuple[float, float]:
-            one, two = map(self.network.cluster, pair)
-            return self.network.wan.cost((one, two))
+            source, target = map(self.network.cluster, pair)
+            return self.network.wan.cost((source, target))
 
-        line = self.network.remember("chain", lambda: best_order(self.every, cost))
-        groups = tuple(line[at : at + together] for at in range(0, len(line), together))
+        order = self.network.remember("chain", lambda: best_order(self.every, cost))
+        groups = tuple(order[at : at + together] for at in range(0, len(order), together))
         yield from (groups, groups[::-1])
         for place in range(len(groups) - 1):
             yield (*groups[:place], groups[place + 1], groups[place], *groups[place + 2 :])
@@ -113,8 +113,8 @@ class Orders:
             if not size:
                 yield ()
             elif firsts:
-                left = len(members[firsts[0]]) - used[firsts[0]]
-                for amount in range(min(size, left), -1, -1):
+                available = len(members[firsts[0]]) - used[firsts[0]]
+                for amount in range(min(size, available), -1, -1):
                     for rest in choose(size - amount, firsts[1:]):
                         yield (firsts[0],) * amount + rest
 
@@ -134,18 +134,18 @@ class Orders:
         return extend(())
 
     def _shared(self, sizes: Sizes, groups: Groups) -> list[Placement]:
-        """Every kind of a group holds the same part of its stages; none where that is uneven."""
-        processes, slots, whole = self.network.processes, [], True
+        """Each kind of a group holds the same part of all its stages; [] where that is uneven."""
+        processes, slots, whole_nodes = self.network.processes, [], True
         size, replica = self.network.world // sizes.pipeline, sizes.tensor * sizes.context
         for group in groups:
             ranks = [self.nodes[kind] * processes for kind in group]
             stages = sum(ranks) // size
-            if sum(ranks) % size or any(rank % (stages * replica) for rank in ranks):
+            if sum(ranks) % size or any(count % (stages * replica) for count in ranks):
                 return []
-            whole = whole and all(own // stages % processes == 0 for own in ranks)
-            slots += [(kind, own // stages // processes) for _ in range(stages)
-                      for kind, own in zip(group, ranks)]
-        if whole:
+            whole_nodes = whole_nodes and all(count // stages % processes == 0 for count in ranks)
+            slots += [(kind, count // stages // processes) for _ in range(stages)
+                      for kind, count in zip(group, ranks)]
+        if whole_nodes:
             return [Placement(sizes, processes, joined(slots))]
         if len(groups) > 1:
             return []
@@ -161,11 +161,11 @@ def launched(network: Network, sizes: Sizes) -> Placement:
 
 def described(network: Network, placement: Placement) -> str:
     """ "a -> b" where the pipeline goes from a to b, "a + b" where both hold the same stages."""
-    held: dict[str, list[int]] = {}
+    stages_of: dict[str, list[int]] = {}
     for stage, content in enumerate(placement.stages):
         for name in dict.fromkeys(network.cluster(kind) for kind, _ in content):
-            held.setdefault(name, []).append(stage)
+            stages_of.setdefault(name, []).append(stage)
     groups: dict[tuple[int, ...], list[str]] = {}
-    for name, stages in held.items():
+    for name, stages in stages_of.items():
         groups.setdefault(tuple(stages), []).append(name)
     return " -> ".join(" + ".join(names) for names in groups.values())

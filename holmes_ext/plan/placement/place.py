@@ -50,10 +50,10 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """The order of the nodes for complete sizes. budget: orders tried (default: about half a second's)."""
     search = _Search(prices, sizes)
     search.run(budget)
-    left: dict[int, list[str]] = {}
+    unused: dict[int, list[str]] = {}
     for name, number in reversed(search.class_of.items()):
-        left.setdefault(number, []).append(name)
-    names = [left[number].pop() for number in search.placement(search.best).kinds()]
+        unused.setdefault(number, []).append(name)
+    names = [unused[number].pop() for number in search.placement(search.best).kinds()]
     return prices.network.placement(names, sizes)
 
 
@@ -158,8 +158,8 @@ class _Search:
         elif self.network.wan:
             self.line_up(size, fresh)
         else:
-            most = min(MIXTURES, max(2, fresh // 2))
-            mixtures = list(islice(_with_leftovers(self.counts, size), most))
+            mixture_count = min(MIXTURES, max(2, fresh // 2))
+            mixtures = list(islice(_with_leftovers(self.counts, size), mixture_count))
             for parts in mixtures:
                 self.arrange(parts, min(known, fresh) // len(mixtures))
             _swap(self.placement(self.best).kinds(), lambda order: self.swapped(self.cut(order)), fresh)
@@ -209,16 +209,16 @@ class _Search:
     def _reduction_s(self, part: Part) -> float:
         """Of the slowest stage of such a component."""
         job = self.prices.job
-        every = self.prices.reductions(self.placement([part]))
-        return max(one.seconds(job.block_bytes) for one in every)
+        reductions = self.prices.reductions(self.placement([part]))
+        return max(reduction.seconds(job.block_bytes) for reduction in reductions)
 
     def _chains(self, runs: Sequence[Part]) -> Iterator[Sequence[Part]]:
-        """Over the best edges, by the worst of them and by their sum, both ways."""
+        """Chains over the best edges: by the worst edge, then by the sum of all; each in both directions."""
         size, edges = self.prices.job.block.activation_bytes, {}
-        for one, two in permutations(runs, 2):
-            placement = self.placement([one, two])
+        for first, second in permutations(runs, 2):
+            placement = self.placement([first, second])
             border = placement.sizes.pipeline // 2 - 1
-            edges[one, two] = self.prices.edge(placement, border, border + 1).seconds(size)
+            edges[first, second] = self.prices.edge(placement, border, border + 1).seconds(size)
         for worst in (1.0, 0.0):
             chain = best_order(runs, lambda pair: (worst * edges[pair], edges[pair]))  # noqa: B023
             yield chain
@@ -228,10 +228,10 @@ class _Search:
 def _with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Part]]:
     """Whole components of one class, then what is left in mixed ones, in every order of the classes."""
     pure = [(number,) * size for number, count in counts.items() for _ in range(count // size)]
-    rest = {number: count % size for number, count in counts.items() if count % size}
-    for classes in permutations(rest):
-        left = [number for number in classes for _ in range(rest[number])]
-        yield pure + [tuple(left[at : at + size]) for at in range(0, len(left), size)]
+    leftover = {number: count % size for number, count in counts.items() if count % size}
+    for classes in permutations(leftover):
+        mixed = [number for number in classes for _ in range(leftover[number])]
+        yield pure + [tuple(mixed[at : at + size]) for at in range(0, len(mixed), size)]
 
 
 def _swap(order: Sequence[T], offer: Callable[[tuple[T, ...]], bool], limit: int) -> None:

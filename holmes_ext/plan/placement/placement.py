@@ -29,12 +29,12 @@ def runs(kinds: Iterable[int]) -> Content:
 
 def joined(parts: Iterable[Run]) -> Content:
     """The same for runs, of which neighbours may be of one kind."""
-    runs: list[Run] = []
+    merged: list[Run] = []
     for kind, count in parts:
-        if runs and runs[-1][0] == kind:
-            count += runs.pop()[1]
-        runs.append((kind, count))
-    return tuple(runs)
+        if merged and merged[-1][0] == kind:
+            count += merged.pop()[1]
+        merged.append((kind, count))
+    return tuple(merged)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Placement:
             return cls.of(sizes, processes, parts[0])
         ranks, size = sum(map(len, parts)) * processes, len(parts[0])
         blocks = ranks // (sizes.strides()["pp"] * sizes.pipeline)
-        each = size // blocks  # nodes of a component that follow each other
-        kinds = (kind for at in range(0, size, each) for part in parts for kind in part[at : at + each])
+        piece = size // blocks  # nodes of a component that follow each other
+        kinds = (kind for at in range(0, size, piece) for part in parts for kind in part[at : at + piece])
         return cls.of(sizes, processes, kinds)
 
     @cached_property
@@ -96,17 +96,17 @@ class Placement:
             end = begin + count * self.processes
             while begin < end:
                 stage, place = divmod(begin % block, self.stride)
-                whole = 0 if begin % block else (end - begin) // block
-                if whole:  # blocks of all stages
+                whole_blocks = 0 if begin % block else (end - begin) // block
+                if whole_blocks:  # blocks of all stages
                     for part in parts:
-                        part.append((kind, whole * self.stride))
-                    begin += whole * block
+                        part.append((kind, whole_blocks * self.stride))
+                    begin += whole_blocks * block
                     continue
-                taken = min(self.stride - place, end - begin)
-                parts[stage].append((kind, taken))
-                begin += taken
+                ranks = min(self.stride - place, end - begin)
+                parts[stage].append((kind, ranks))
+                begin += ranks
         known: dict[Content, Content] = {}
-        return tuple(known.setdefault(own, own) for own in map(joined, parts))
+        return tuple(known.setdefault(content, content) for content in map(joined, parts))
 
     @cached_property
     def tied(self) -> int:
@@ -121,11 +121,11 @@ class Placement:
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
         """The slots of each, in the order of stages."""
-        found: dict[int, list[int]] = {}
+        slots_of: dict[int, list[int]] = {}
         for slot in range(self.nodes):
             stage = slot * self.processes // self.stride % self.sizes.pipeline
-            found.setdefault(stage // self.tied, []).append(slot)
-        return tuple(tuple(found[index]) for index in sorted(found))
+            slots_of.setdefault(stage // self.tied, []).append(slot)
+        return tuple(tuple(slots_of[index]) for index in sorted(slots_of))
 
     @cached_property
     def parts(self) -> tuple[Content, ...]:

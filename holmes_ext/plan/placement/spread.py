@@ -33,24 +33,24 @@ def spread(
 ) -> tuple[Stages, float]:
     """The best stages found, and what they take. units: of each cluster; seconds_of: inf where it cannot be;
     tries: stages looked at; chain: clusters in an order that may be good."""
-    line, size, rng = tuple(chain or range(len(units))), sum(units) // stages, random.Random(0)
+    order, size, rng = tuple(chain or range(len(units))), sum(units) // stages, random.Random(0)
     known: dict[Stages, float] = {}
 
     def of_groups(groups: Groups) -> float:
-        found = mixed(units, groups, size)
-        if found not in known:
-            known[found] = seconds_of(found)
-        return known[found]
+        mixture = mixed(units, groups, size)
+        if mixture not in known:
+            known[mixture] = seconds_of(mixture)
+        return known[mixture]
 
-    sizes = [together for together in range(1, len(line) + 1) if len(line) % together == 0]
+    sizes = [together for together in range(1, len(order) + 1) if len(order) % together == 0]
     for together in sizes:
-        groups = tuple(line[at : at + together] for at in range(0, len(line), together))
+        groups = tuple(order[at : at + together] for at in range(0, len(order), together))
         _improved(groups, of_groups, _regrouped, rng, int(COARSE * tries / len(sizes)))
     for start in sorted(known, key=known.__getitem__)[:STARTS]:
-        found, seconds = _improved(start, seconds_of, _exchanged, rng, int((1 - COARSE) * tries / STARTS))
-        known[found] = seconds
-    found = min(known, key=known.__getitem__)
-    return found, known[found]
+        layout, seconds = _improved(start, seconds_of, _exchanged, rng, int((1 - COARSE) * tries / STARTS))
+        known[layout] = seconds
+    layout = min(known, key=known.__getitem__)
+    return layout, known[layout]
 
 
 def mixed(units: Sequence[int], groups: Groups, size: int) -> Stages:
@@ -66,47 +66,47 @@ def _improved(
     state: State, seconds_of: Callable[[State], float], changed: Callable[[State, random.Random], State],
     rng: random.Random, tries: int,
 ) -> tuple[State, float]:
-    """The best state seen in so many random changes, of which worse ones are kept ever more seldom."""
-    now = seconds_of(state)
-    best, least = state, now
+    """The best state seen in so many random changes; worse states are accepted ever more rarely."""
+    current_s = seconds_of(state)
+    best, best_s = state, current_s
     for at in range(tries):
-        other = changed(state, rng)
-        seconds = seconds_of(other)
-        heat = HOT * (COLD / HOT) ** (at / tries) * least
-        if seconds <= now or (seconds < inf and rng.random() < exp((now - seconds) / heat)):
-            state, now = other, seconds
-            if now < least:
-                best, least = state, now
-    return best, least
+        candidate = changed(state, rng)
+        seconds = seconds_of(candidate)
+        heat = HOT * (COLD / HOT) ** (at / tries) * best_s
+        if seconds <= current_s or (seconds < inf and rng.random() < exp((current_s - seconds) / heat)):
+            state, current_s = candidate, seconds
+            if current_s < best_s:
+                best, best_s = state, current_s
+    return best, best_s
 
 
 def _regrouped(groups: Groups, rng: random.Random) -> Groups:
     """Two clusters exchanged, groups reversed, two neighbouring groups joined, or one parted."""
-    found, at, kind = [list(group) for group in groups], rng.randrange(len(groups)), rng.random()
+    result, at, kind = [list(group) for group in groups], rng.randrange(len(groups)), rng.random()
     if kind < 0.5:
-        group, other = found[at], rng.choice(found)
-        one, two = rng.randrange(len(group)), rng.randrange(len(other))
-        group[one], other[two] = other[two], group[one]
+        group, partner = result[at], rng.choice(result)
+        i, j = rng.randrange(len(group)), rng.randrange(len(partner))
+        group[i], partner[j] = partner[j], group[i]
     elif kind < 0.65:
-        low, high = sorted((at, rng.randrange(len(found))))
-        found[low : high + 1] = found[low : high + 1][::-1]
-    elif kind < 0.8 and len(found) > 1:
-        at = min(at, len(found) - 2)
-        found[at : at + 2] = [found[at] + found[at + 1]]
-    elif len(found[at]) > 1:
-        cut = rng.randrange(1, len(found[at]))
-        found[at : at + 1] = [found[at][:cut], found[at][cut:]]
-    return tuple(map(tuple, found))
+        low, high = sorted((at, rng.randrange(len(result))))
+        result[low : high + 1] = result[low : high + 1][::-1]
+    elif kind < 0.8 and len(result) > 1:
+        at = min(at, len(result) - 2)
+        result[at : at + 2] = [result[at] + result[at + 1]]
+    elif len(result[at]) > 1:
+        cut = rng.randrange(1, len(result[at]))
+        result[at : at + 1] = [result[at][:cut], result[at][cut:]]
+    return tuple(map(tuple, result))
 
 
 def _exchanged(stages: Stages, rng: random.Random) -> Stages:
     """A unit of one stage exchanged with one of another, or stages reversed."""
-    found = list(stages)
-    one, two = sorted((rng.randrange(len(stages)), rng.randrange(len(stages))))
+    result = list(stages)
+    first, second = sorted((rng.randrange(len(stages)), rng.randrange(len(stages))))
     if rng.random() < 0.1:
-        found[one : two + 1] = found[one : two + 1][::-1]
-    elif one != two:
-        leaves, comes = rng.randrange(len(stages[one])), rng.randrange(len(stages[two]))
-        for at, out, new in ((one, leaves, stages[two][comes]), (two, comes, stages[one][leaves])):
-            found[at] = tuple(sorted((*stages[at][:out], *stages[at][out + 1 :], new)))
-    return tuple(found)
+        result[first : second + 1] = result[first : second + 1][::-1]
+    elif first != second:
+        leaves, comes = rng.randrange(len(stages[first])), rng.randrange(len(stages[second]))
+        for at, out, new in ((first, leaves, stages[second][comes]), (second, comes, stages[first][leaves])):
+            result[at] = tuple(sorted((*stages[at][:out], *stages[at][out + 1 :], new)))
+    return tuple(result)

@@ -16,15 +16,15 @@ class _Inside(Network):
     """Every group is on the slowest of its members' own best fabrics."""
 
     def fabric(self, kinds: Iterable[int]) -> Fabric:
-        own = [super(_Inside, self).fabric([kind]) for kind in kinds]
-        return min(own, key=lambda fabric: fabric.preference)
+        fabrics = [super(_Inside, self).fabric([kind]) for kind in kinds]
+        return min(fabrics, key=lambda fabric: fabric.preference)
 
 
 def straddling(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
-    """By kind of group; its cost: the step against one in which its groups were inside."""
+    """By kind of group; its cost: how much longer a step takes than with these groups inside."""
     if not prices.straddles(placement):
         return ()
-    network, found = prices.network, []
+    network, result = prices.network, []
     names, kinds = network.nodes(placement), placement.kinds()
     for kind in INSIDE:
         across: list[dict[int, str]] = []
@@ -37,13 +37,13 @@ def straddling(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
             longer_s = max(0.0, prices.step_s(placement) - _inside(prices, kind).step_s(placement))
             example = set(across[0].values())
             ordered = tuple(name for name in names if name in example)
-            found.append(Straddle(kind, len(across), ordered, ETHERNET, longer_s))
-    return tuple(found)
+            result.append(Straddle(kind, len(across), ordered, ETHERNET, longer_s))
+    return tuple(result)
 
 
 def _inside(prices: Prices, kind: str) -> Prices:
     """With groups of a kind inside."""
     network = prices.network
-    made = Prices(network, prices.job, prices.rules)
-    made.groups = {**made.groups, kind: _Inside(network.site, network.links, network.only)}
-    return made
+    inside = Prices(network, prices.job, prices.rules)
+    inside.groups = {**inside.groups, kind: _Inside(network.site, network.links, network.only)}
+    return inside

@@ -73,10 +73,10 @@ def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int =
         raise HolmesError(f"{model.source}: expert size {sizes.expert} is more than the {experts} experts")
     if model.layers < sizes.pipeline * virtual:
         what = f"{model.layers} layers are too few for {sizes.pipeline} stages of {virtual} chunks"
-        raise HolmesError(f"{model.source}: {what}; every one needs one")
+        raise HolmesError(f"{model.source}: {what}; every chunk needs one")
     if virtual > 1 and (steps % sizes.pipeline or model.layers % (sizes.pipeline * virtual)):
-        units = f"{sizes.pipeline} stages and {model.layers} layers by {sizes.pipeline} x {virtual} chunks"
-        raise HolmesError(f"{model.source}: interleaving needs {steps} micro-batches divisible by {units}")
+        units = f"{sizes.pipeline} stages, and {model.layers} layers by {sizes.pipeline} x {virtual} chunks"
+        raise HolmesError(f"{model.source}: interleaved: {steps} micro-batches must be divisible by {units}")
     axes = sizes.pipeline, sizes.tensor, sizes.context, sizes.expert, sizes.data
     zero = zero_of(model) if zero is None else zero
     return Shape(*axes, virtual, model.micro_batch, steps, model.recompute, zero)

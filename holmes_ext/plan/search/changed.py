@@ -40,8 +40,7 @@ def with_site(
 
 
 def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> tuple[float, float]:
-    """with_site, with `factor` times the rates between clusters (where it is flat: of Ethernet on every
-    node)."""
+    """with_site at `factor` times the rates between clusters (flat network: of Ethernet on every node)."""
     site, links = result.network.measured, result.network.links
     if site.wan:
         return with_site(result, candidate, replace(site, wan=site.wan.scaled(factor)))
@@ -96,11 +95,11 @@ def what_if(result: SearchResult) -> list[tuple[str, float]]:
 
 
 def _least_s(result: SearchResult, changed: SearchResult) -> float:
-    first = [one for one in result.candidates if one.simulated_s and not one.breadth_first][:SHAPES]
-    again = [one for one in first if changed.network.names == result.network.names]
-    shapes = list(dict.fromkeys(one.shape for one in first))
+    plans = [plan for plan in result.candidates if plan.simulated_s and not plan.breadth_first][:SHAPES]
+    kept = [plan for plan in plans if changed.network.names == result.network.names]
+    shapes = list(dict.fromkeys(plan.shape for plan in plans))
     best = search(changed, only=shapes, prove=False).best
-    return min([best.step_s, *(_kept_s(changed, one) for one in again)])
+    return min([best.step_s, *(_kept_s(changed, plan) for plan in kept)])
 
 
 def _kept_s(changed: SearchResult, candidate: Candidate) -> float:
@@ -125,10 +124,10 @@ def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
         nearer = Network(with_fabric(site, ETHERNET, latency=0.5), links)
         yield "half the latency of ethernet", result.on(nearer)
     if wan := network.wan:
-        given = replace(links, pairs=())  # the site has them
+        without_pairs = replace(links, pairs=())  # the site has them
         better = {"twice the rates": wan.scaled(2.0), "half the latency": wan.scaled(1.0, 0.5)}
         for what, changed in better.items():
-            yield f"{what} between clusters", result.on(Network(replace(site, wan=changed), given))
+            yield f"{what} between clusters", result.on(Network(replace(site, wan=changed), without_pairs))
     fastest = max(gpu.flops for gpu in result.gpus)
     for name in site.clusters:
         gpu = model.gpu_of(name)
@@ -147,9 +146,9 @@ def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
 
 
 def _moved(site: Site, source: str, target: str) -> Site:
-    """The last node of a cluster in another, attached as that one's nodes are."""
+    """`site` with the last node of `source` in `target`, attached as the nodes there are."""
     leaving = [node for node in site.nodes if node.cluster == source][-1]
-    there = [node for node in site.nodes if node.cluster == target][-1]
+    peer = [node for node in site.nodes if node.cluster == target][-1]
     stay = [node for node in site.nodes if node is not leaving]
-    at = stay.index(there) + 1
-    return replace(site, nodes=(*stay[:at], replace(leaving, cluster=target, ports=there.ports), *stay[at:]))
+    at = stay.index(peer) + 1
+    return replace(site, nodes=(*stay[:at], replace(leaving, cluster=target, ports=peer.ports), *stay[at:]))

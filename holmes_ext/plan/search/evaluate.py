@@ -159,21 +159,21 @@ def levelled_blocks(stages: Stages, more: Sequence[float] = ()) -> Split:
     """Of blocks that are alike: each to the stage that is fastest with it. more: seconds of a block
     besides."""
     most, layers = stages.most, stages.layers
-    each = [seconds + beside for seconds, beside in zip(stages.each, more)] if more else stages.each
+    block_s = [seconds + beside for seconds, beside in zip(stages.each, more)] if more else stages.each
     if min(most) < 1 or sum(most) < layers:
         return ()
     counts = [1] * stages.count
-    if min(each) > 0:  # most of them at once
-        inverse = sum(1 / value for value in each)
-        level = (layers + sum(extra / value for extra, value in zip(stages.extra, each))) / inverse
-        shares = [floor((level * (1 - 1e-9) - extra) / value) for extra, value in zip(stages.extra, each)]
+    if min(block_s) > 0:  # most of them at once
+        inverse = sum(1 / value for value in block_s)
+        level = (layers + sum(extra / value for extra, value in zip(stages.extra, block_s))) / inverse
+        shares = [floor((level * (1 - 1e-9) - extra) / value) for extra, value in zip(stages.extra, block_s)]
         counts = [max(1, min(limit, share)) for limit, share in zip(most, shares)]
     while sum(counts) > layers:  # the least of one block each was more than the share
         several = (stage for stage in range(stages.count) if counts[stage] > 1)
-        counts[max(several, key=lambda stage: stages.extra[stage] + counts[stage] * each[stage])] -= 1
+        counts[max(several, key=lambda stage: stages.extra[stage] + counts[stage] * block_s[stage])] -= 1
 
     def with_one_more(stage: int) -> tuple[float, int]:
-        return stages.extra[stage] + (counts[stage] + 1) * each[stage], stage
+        return stages.extra[stage] + (counts[stage] + 1) * block_s[stage], stage
 
     heap = [with_one_more(stage) for stage in range(stages.count) if counts[stage] < most[stage]]
     heapify(heap)
@@ -186,7 +186,7 @@ def levelled_blocks(stages: Stages, more: Sequence[float] = ()) -> Split:
 
 
 def _work(stages: Stages, split: Split) -> list[float]:
-    return [layers * each for layers, each in zip(split, stages.each)]
+    return [layers * block_s for layers, block_s in zip(split, stages.each)]
 
 
 def allowed(limits: Limits, placement: Placement) -> bool:

@@ -37,12 +37,11 @@ def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
     seconds = timed(result, other).step_s if candidate.simulated_s else other.step_s
     lines: dict[str, list[int]] = {}
     for stage in thin:
-        why = "; ".join(_why_thin(costs, result, candidate, stage)) or ("what its neighbours send is hidden "
-                                                                        "best so")
+        why = "; ".join(_why_thin(costs, result, candidate, stage)) or "this hides its neighbours' sends best"
         lines.setdefault(why, []).append(stage)
     said = [_thin_line(candidate, costs, stages, why) for why, stages in lines.items()]
     instead = f"with even layers the step takes {seconds:.4g} s instead of {candidate.step_s:.4g} s"
-    return [*said, instead if other.fits else "even layers do not fit the memory"]
+    return [*said, instead if other.fits else "even layers do not fit in memory"]
 
 
 def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], why: str) -> str:
@@ -61,23 +60,23 @@ def _why_thin(costs: StageCosts, result: SearchResult, candidate: Candidate, sta
     room, block = costs.room_bytes[stage], costs.memory[stage][1]
     ends = first * costs.memory[stage][0] + last * costs.memory[stage][-1]
     if room < inf and block * (candidate.split[stage] + 1) > room - ends:
-        yield f"its memory has room for no more ({block / 1e9:.3g} GB a layer)"
+        yield f"its memory has no room for another layer ({block / 1e9:.3g} GB)"
     least, work = min(works), works[stage]
     if work > 1.2 * least:
         prices = result.prices(candidate.shape)
         fold, (place,) = prices.fold(candidate.placement, stage)
         talking = prices.collective_s(fold, place) / work
-        share = f", {talking:.0%} of it tensor, context and expert groups" if talking > 0.1 else ""
+        share = f", {talking:.0%} of it tensor, context and expert collectives" if talking > 0.1 else ""
         fastest = works.index(least)
         yield f"a layer takes {work / least:.1f} x as long there as on stage {fastest} ({work:.3g} s{share})"
     kind = 0 if first else 2
     extra = costs.forward_s[stage][kind] + costs.backward_s[stage][kind] if first or last else 0.0
     if extra > 0.5 * work:
         what = "the embedding" if first else "the output"
-        yield f"{what} takes as long there as {extra / work:.1f} layers"
+        yield f"{what} takes as long as {extra / work:.1f} layers there"
     exposed = estimate(costs, uniform(sum(candidate.split), costs.stages)).exposed_s
     if exposed[stage] > 0.02 * candidate.step_s and exposed[stage] >= 0.5 * max(exposed):
-        yield f"with even layers {exposed[stage]:.3g} s of its reduction are waited for"
+        yield f"with even layers {exposed[stage]:.3g} s of its reduction would be exposed"
     sends = [] if first else [(costs.transfer_s[stage - 1][1], stage - 1)]
     sends += [] if last else [(costs.transfer_s[stage][1], stage + 1)]
     send, other = max(sends, default=(0.0, 0))
@@ -89,7 +88,7 @@ def _why_thin(costs: StageCosts, result: SearchResult, candidate: Candidate, sta
 def explain(result: SearchResult, changes: int = CHANGES) -> list[str]:
     """At most ten lines: what the best plan wins against the runner-up, the user's layout and stock, by
     cause; then what one change of the site gives, the greatest gain first (those below the certificate's gap
-    as "the same")."""
+    as "unchanged")."""
     best, best_causes, layout = result.best, causes(result, result.best), result.user_layout
     lines = []
     others = (candidate for candidate in result.candidates
@@ -102,14 +101,14 @@ def explain(result: SearchResult, changes: int = CHANGES) -> list[str]:
     whom = "stock" if layout is None else "your layout as stock runs it"
     lines.append(_against(whom, best_causes, causes(*stock_like(result, layout or best))))
     gap = max(NOTHING, result.certificate.gap if result.certificate else 0.0)
-    every = sorted(what_if(result), key=lambda each: each[1])
-    gains = [(what, seconds / best.step_s - 1, seconds) for what, seconds in every]
-    large = [each for each in gains if abs(each[1]) >= gap]
+    ranked = sorted(what_if(result), key=lambda change: change[1])
+    gains = [(what, seconds / best.step_s - 1, seconds) for what, seconds in ranked]
+    large = [change for change in gains if abs(change[1]) >= gap]
     same = [what for what, gain, _ in gains if abs(gain) < gap]
     shown = changes - bool(same)
     lines += [f"with {what}: {seconds:.4g} s ({gain:+.1%})" for what, gain, seconds in large[:shown]]
-    within = f" within {gap:.1%}" if gap > NOTHING else ""
-    return lines + ([f"the same{within} with {some_of(same, 4)}"] if same else [])
+    within = f" (within {gap:.1%})" if gap > NOTHING else ""
+    return lines + ([f"unchanged{within} with {some_of(same, 4)}"] if same else [])
 
 
 def _against(whom: str, best_causes: dict[str, float], other: dict[str, float]) -> str:

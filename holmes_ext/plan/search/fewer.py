@@ -77,41 +77,42 @@ def _on_fewer(
 class _Sets:
     """counts: nodes of each cluster with which the job is fastest so far; best: what was found there."""
 
-    def __init__(self, found: SearchResult, spec: SiteSpec, end: float, rows: int):
-        self.best, self.spec, self.end, self.rows = found, spec, end, rows
+    def __init__(self, result: SearchResult, spec: SiteSpec, end: float, rows: int):
+        self.best, self.spec, self.end, self.rows = result, spec, end, rows
         self.counts: Counts = tuple(len(cluster.nodes) for cluster in spec.clusters)
-        self.kin = alike(spec, found.model)
+        self.kin = alike(spec, result.model)
         self.seen = {self._like(self.counts)}
-        self.batch_flops = found.batch_flops
+        self.batch_flops, gpu_of = result.batch_flops, result.model.gpu_of
         #: FLOP/s of a node of each cluster.
-        self.flops = [found.model.gpu_of(one.name).flops * one.processes for one in spec.clusters]
+        self.flops = [gpu_of(cluster.name).flops * cluster.processes for cluster in spec.clusters]
 
     def _like(self, counts: Counts) -> Counts:
         """The same for sets that differ in clusters which are alike."""
         return tuple(count for _, count in sorted(zip(self.kin, counts)))
 
     def of_clusters(self) -> Iterator[Counts]:
-        every = range(len(self.counts))
-        if len(every) <= EVERY_SET:
+        indices = range(len(self.counts))
+        if len(indices) <= EVERY_SET:
             yield from product(*((0, count) for count in self.counts))
             return
         names = [cluster.name for cluster in self.spec.clusters]
         network = self.best.network
         kinds = {names.index(network.cluster(kind)): kind for kind in range(len(network.kinds))}
         rates = rates_between(network)
-        for least in sorted({*rates.values()}):
-            part = {index: index for index in every}
-            for one, two in combinations(every, 2):
-                if rates[kinds[one], kinds[two]] >= least:
-                    part = {index: part[one] if own == part[two] else own for index, own in part.items()}
+        for threshold in sorted({*rates.values()}):
+            part = {index: index for index in indices}
+            for low, high in combinations(indices, 2):
+                if rates[kinds[low], kinds[high]] >= threshold:
+                    kept, joined = part[low], part[high]
+                    part = {index: kept if label == joined else label for index, label in part.items()}
             for chosen in {*part.values()}:
                 yield tuple(count if part[index] == chosen else 0 for index, count in enumerate(self.counts))
 
     def one_less(self) -> Iterator[Counts]:
         """The best set without a cluster, or without a node of one."""
         for index, count in enumerate(self.counts):
-            for left in {0, max(0, count - 1)}:
-                yield (*self.counts[:index], left, *self.counts[index + 1 :])
+            for fewer in {0, max(0, count - 1)}:
+                yield (*self.counts[:index], fewer, *self.counts[index + 1 :])
 
     def look(self, sets: Iterable[Counts]) -> bool:
         """Whether one of them is faster; the most FLOP/s first, of equal ones those of the first clusters."""
@@ -121,27 +122,27 @@ class _Sets:
                 break
             if (like := self._like(counts)) not in self.seen:
                 self.seen.add(like)
-                other = self._first_look(counts)
-                if other is not None and other.best.step_s < self.best.best.step_s * (1 - EQUAL):
-                    self.best, self.counts = other, counts
+                result = self._first_look(counts)
+                if result is not None and result.best.step_s < self.best.best.step_s * (1 - EQUAL):
+                    self.best, self.counts = result, counts
         return self.best is not before
 
     def _floor_s(self, counts: Counts) -> float:
         """Seconds in which their GPUs compute the batch."""
-        flops = sum(count * each for count, each in zip(counts, self.flops))
+        flops = sum(count * node_flops for count, node_flops in zip(counts, self.flops))
         return self.batch_flops / flops if flops else inf
 
     def _first_look(self, counts: Counts) -> SearchResult | None:
         """None where nothing fits, or can be faster."""
         names = {name for cluster, count in zip(self.spec.clusters, counts) for name in cluster.nodes[:count]}
         spec = self.spec.only(names)
-        asked = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
-        how = asked.network, asked.model, asked.global_batch, asked.limits
+        request = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
+        how = request.network, request.model, request.global_batch, request.limits
         only = [shape for shape in shapes(*how)
-                if ShapeBound(asked.network, asked.prices(shape), shape).seconds < self.best.best.step_s]
+                if ShapeBound(request.network, request.prices(shape), shape).seconds < self.best.best.step_s]
         try:
             left_s = max(0.0, self.end - time.monotonic())
-            found = search(asked, left_s, rows=self.rows, only=only, prove=False) if only else None
-            return found and with_spread(found)
+            result = search(request, left_s, rows=self.rows, only=only, prove=False) if only else None
+            return result and with_spread(result)
         except HolmesError:  # nothing fits the memory
             return None

@@ -50,12 +50,12 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
     """HolmesError where no split fits the memory."""
     walk_s = 2 * costs.stages * costs.micro_batches
     if (count := comb(costs.blocks - 1, costs.stages - 1)) <= FORMULAS:
-        found = list(_every(costs.blocks, costs.stages))
+        splits = list(_every(costs.blocks, costs.stages))
         if count * walk_s > WALKED_PASSES:
-            found = sorted(found, key=lambda split: in_closed_form(costs, split))[:FIRST]
+            splits = sorted(splits, key=lambda split: in_closed_form(costs, split))[:FIRST]
     else:
-        found = by_moves(costs, alpha)
-    best = min(found, key=lambda split: walked(costs, split))
+        splits = by_moves(costs, alpha)
+    best = min(splits, key=lambda split: walked(costs, split))
     if walked(costs, best) == inf:
         raise HolmesError(_too_big(costs))
     return improved(best, lambda split: walked(costs, split), _over_borders, WALKED_PASSES // walk_s)
@@ -83,12 +83,12 @@ def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
     level = levelled(costs)
     starts = [uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha)]
     starts += [level] if level else []
-    each = [sum(row) / costs.layers for row in map(costs.by_layer, _busy(costs))]
+    layer_s = [sum(row) / costs.layers for row in map(costs.by_layer, _busy(costs))]
 
     def pairs(split: Split) -> Iterator[tuple[int, int]]:
-        yield from full_to_empty([count * seconds for count, seconds in zip(split, each)])
+        yield from full_to_empty([count * seconds for count, seconds in zip(split, layer_s)])
         yield from _over_borders(split)
-        yield from full_to_empty(each)
+        yield from full_to_empty(layer_s)
 
     tries = FORMULAS // len(starts)
     moved = [improved(start, lambda split: in_closed_form(costs, split), pairs, tries) for start in starts]
@@ -110,7 +110,7 @@ def levelled(costs: StageCosts) -> Split:
 
     def filled(limit_s: float) -> Split:
         """From the first stage on each takes as much as it can, and leaves the others one block each."""
-        found, start = [], 0
+        counts, start = [], 0
         for stage in range(stages):
             memory, room = costs.sums["memory"][stage], costs.room_bytes[stage]
             most, stop = blocks - (stages - stage - 1), start
@@ -122,11 +122,11 @@ def levelled(costs: StageCosts) -> Split:
                 stop += 1
             if stop == start:
                 return ()
-            found.append(stop - start)
+            counts.append(stop - start)
             start = stop
-        return tuple(found) if start == blocks else ()
+        return tuple(counts) if start == blocks else ()
 
-    slow = max(each[-1] for each in busy)
+    slow = max(sums[-1] for sums in busy)
     best = filled(slow)
     if not best:
         return ()
@@ -144,15 +144,15 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
     """Steps a second of the uniform partition if every stage were like stage i: the paper's S."""
     stages = list(zip(costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s))
     free, known = ((0.0,) * len(costs.repeats),) * costs.stages, {}
-    for own in dict.fromkeys(stages):
-        forward, backward, reduction, latency_s = own
+    for rows in dict.fromkeys(stages):
+        forward, backward, reduction, latency_s = rows
         count = costs.stages
         alike = replace(
             costs, forward_s=(forward,) * count, backward_s=(backward,) * count, transfer_s=free,
             reduction_s=(reduction,) * count, latency_s=(latency_s,) * count, tied_s=0.0,
         )  # fmt: skip
         step_s = estimate(alike, uniform(costs.blocks, costs.stages)).step_s
-        known[own] = 1 / max(step_s, 1e-30)
+        known[rows] = 1 / max(step_s, 1e-30)
     return tuple(known[stage] for stage in stages)
 
 
@@ -181,7 +181,7 @@ def improved(
 ) -> Split:
     """`split` after single blocks were moved wherever that takes something off, for so many tries.
     seconds_of: inf where a split does not fit; pairs_of: (giver, taker), the most promising first."""
-    least, best, better = seconds_of(split), split, True
+    best_s, best, better = seconds_of(split), split, True
     while better and tries > 0:
         better = False
         for giver, taker in list(pairs_of(best))[:tries]:
@@ -190,16 +190,16 @@ def improved(
                 continue
             moved = _moved(best, giver, taker)
             seconds = seconds_of(moved)
-            if seconds < least * (1 - ROUNDING):
-                least, best, better = seconds, moved, True
+            if seconds < best_s * (1 - ROUNDING):
+                best_s, best, better = seconds, moved, True
     return best
 
 
 def _moved(split: Split, giver: int, taker: int) -> Split:
-    found = list(split)
-    found[giver] -= 1
-    found[taker] += 1
-    return tuple(found)
+    counts = list(split)
+    counts[giver] -= 1
+    counts[taker] += 1
+    return tuple(counts)
 
 
 def _over_borders(split: Split) -> Iterator[tuple[int, int]]:

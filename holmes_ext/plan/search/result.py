@@ -156,8 +156,8 @@ class SearchResult:
     def prices(self, shape: Shape, flat: bool = False) -> Prices:
         if "_prices" not in self.__dict__:
             self.__dict__["_prices"] = lru_cache(maxsize=64)(self._prices_of)
-        found: Prices = self.__dict__["_prices"](shape, flat)
-        return found
+        prices: Prices = self.__dict__["_prices"](shape, flat)
+        return prices
 
     def _prices_of(self, shape: Shape, flat: bool) -> Prices:
         two_level = self.limits.two_level

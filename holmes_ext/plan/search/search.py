@@ -128,10 +128,10 @@ class _Proof:
 
     def _alone(self, evaluator: Evaluator) -> bool:
         """One item; False where none is left."""
-        given = next(self._next(), None)
-        if given is None:
+        entry = next(self._next(), None)
+        if entry is None:
             return False
-        bound, item, early = given
+        bound, item, early = entry
         try:
             self._take(evaluator.do(item, bound, self.best), early)
         except KeyboardInterrupt:
@@ -144,9 +144,9 @@ class _Proof:
         if self.pool is None:
             bare = replace(self.result, candidates=[], ideals={})
             self.pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (bare,))
-        while len(self.current) < 2 * processes and (given := next(self._next(), None)):
-            bound, item, _ = given
-            self.current[self.pool.submit(_done, item, bound, self.best)] = given
+        while len(self.current) < 2 * processes and (entry := next(self._next(), None)):
+            bound, item, _ = entry
+            self.current[self.pool.submit(_done, item, bound, self.best)] = entry
         if not self.current:
             return False
         left_s = min(60.0, max(0.0, self.end - time.monotonic()))
@@ -179,18 +179,18 @@ class _Proof:
     def _push_early(self, stage: int, place: float, bound: float, item: Item) -> None:
         heapq.heappush(self.early, (stage, place, next(self.number), bound, item))
 
-    def _take(self, found: Found, early: bool) -> None:
-        items, candidates, left_s = found
-        for place, (bound, item) in enumerate(sorted(items, key=lambda one: one[0])):
+    def _take(self, outcome: Found, early: bool) -> None:
+        items, candidates, left_s = outcome
+        for place, (bound, item) in enumerate(sorted(items, key=lambda pair: pair[0])):
             if early and isinstance(item, PlacedShape):
                 self._push_early(1 + item.closer, item.walked_s or place, bound, item)
             else:
                 self._push(bound, item)
         self.left_s = min(self.left_s, left_s)
-        for one in candidates:
-            known = self.candidates.get(one.key)
+        for plan in candidates:
+            known = self.candidates.get(plan.key)
             if known is None or not known.simulated_s:
-                self.candidates[one.key] = one
+                self.candidates[plan.key] = plan
         again = any(isinstance(item, PlacedShape) and item.closer for _, item in items)
         self.done += not again
         best = min([self.best, *(candidate.simulated_s for candidate in candidates)])
@@ -198,12 +198,13 @@ class _Proof:
             self.improved = self.done
         self.best = best
         if self.progress:
-            left = len(self.heap) * self._waits() + len(self.early) + len(self.current)
-            self.progress(self.done, left, self.best, 1 - self._bound_s() / self.best)
+            remaining = len(self.heap) * self._waits() + len(self.early) + len(self.current)
+            self.progress(self.done, remaining, self.best, 1 - self._bound_s() / self.best)
 
     def _bound_s(self) -> float:
         """That no plan beats."""
-        waiting = [bound for bound, _, _ in self.current.values()] + [one[3] for one in self.early]
+        waiting = [bound for bound, _, _ in self.current.values()]
+        waiting += [bound for _, _, _, bound, _ in self.early]
         return min([self.best, self.left_s, *(bound for bound, _, _ in self.heap[:1]), *waiting])
 
     def stop(self) -> None:
@@ -217,11 +218,11 @@ class _Proof:
                 process.join()
 
     def finish(self) -> SearchResult:
-        every = sorted(self.candidates.values(),
-                       key=lambda one: (not one.simulated_s, one.step_s, one.peak_bytes))
-        best = every[0].step_s
+        ranked = sorted(self.candidates.values(),
+                        key=lambda plan: (not plan.simulated_s, plan.step_s, plan.peak_bytes))
+        best = ranked[0].step_s
         certificate = Certificate(best, min(self._bound_s(), best))
         return replace(
-            self.result, candidates=every, certificate=certificate, interrupted=self.interrupted,
+            self.result, candidates=ranked, certificate=certificate, interrupted=self.interrupted,
             pruned=self.result.pruned + len(self.heap),
         )  # fmt: skip

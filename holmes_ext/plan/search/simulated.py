@@ -63,8 +63,8 @@ def simulated(result: SearchResult, candidate: Candidate, hide_edges: bool = Tru
 
 def passes(shape: Shape, layers: int) -> int:
     """Of a simulation; under ZeRO 2 and 3 each layer's weights and gradients travel by themselves."""
-    each = layers if shape.zero > 1 else 1
-    return 2 * shape.micro_batches * shape.pipeline * shape.virtual * each
+    messages = layers if shape.zero > 1 else 1
+    return 2 * shape.micro_batches * shape.pipeline * shape.virtual * messages
 
 
 def timed(result: SearchResult, candidate: Candidate) -> Candidate:

@@ -77,13 +77,13 @@ class Sketch:
             raise HolmesError(f"no parallel sizes are possible: {what}; {advice}")
         if not result.candidates:
             raise HolmesError(self._why_not())
-        result.candidates.sort(key=lambda one: (one.formula_s, one.peak_bytes))
+        result.candidates.sort(key=lambda plan: (plan.formula_s, plan.peak_bytes))
         return simulate_first(result, rows=self.rows) if simulate and not result.interrupted else result
 
     def _bound_shapes(self) -> None:
         result = self.result
-        every = shapes(result.network, result.model, result.global_batch, result.limits)
-        for shape in self.only or every:
+        all_shapes = shapes(result.network, result.model, result.global_batch, result.limits)
+        for shape in self.only or all_shapes:
             result.shapes += 1
             ideal = ShapeBound(result.network, result.prices(shape), shape).seconds
             if ideal < inf:
@@ -110,34 +110,35 @@ class Sketch:
     def _in_order(self) -> Iterator[Shape]:
         """The least bound first; of many, one of each depth of the pipeline before."""
         ideals = self.result.ideals
-        every = sorted(ideals, key=ideals.__getitem__)
+        ordered = sorted(ideals, key=ideals.__getitem__)
         first: dict[int, Shape] = {}
-        if len(every) > MANY:
-            for shape in every:
+        if len(ordered) > MANY:
+            for shape in ordered:
                 if shape.virtual == 1 and shape.pipeline > 1:
                     first.setdefault(shape.pipeline, shape)
-        return iter(dict.fromkeys((*first.values(), *every)))
+        return iter(dict.fromkeys((*first.values(), *ordered)))
 
     def _sketch(self, shape: Shape) -> None:
         """The best placement of a shape by the closed form; where the network between clusters is not flat,
         the best with pipelines, data-parallel groups or both across, too: of these that form knows less."""
         result = self.result
-        found: list[tuple[float, int, Split, Stages]] = []
+        placed: list[tuple[float, int, Split, Stages]] = []
         for placement in self.evaluator.placements(shape)[0]:
             stages = self.evaluator.stages(shape, placement)
             split = self.evaluator.level(stages)
             if split:
-                found.append((estimate(stages.costs, split).step_s, len(found), split, stages))
+                placed.append((estimate(stages.costs, split).step_s, len(placed), split, stages))
             else:
                 self._misfit(shape)
-        if not found:
+        if not placed:
             return
-        firsts = [min(found)]
+        firsts = [min(placed)]
         if result.network.wan:
-            of_kind = [min((one for one in found if what_crosses(one[3].placement) == kind), default=None)
+            of_kind = [min((item for item in placed if what_crosses(item[3].placement) == kind), default=None)
                        for kind in CLUSTERS]
-            firsts += [one for one in of_kind if one and one is not firsts[0] and one[0] < NEAR * self.best]
-        result.pruned += len(found) - len(firsts)
+            limit_s = NEAR * self.best
+            firsts += [item for item in of_kind if item and item is not firsts[0] and item[0] < limit_s]
+        result.pruned += len(placed) - len(firsts)
         for seconds, _, split, stages in firsts:
             if seconds < NEAR * self.best:
                 split = self.evaluator.split(stages)
@@ -165,49 +166,52 @@ class Sketch:
         shape = self.nearest[1]
         split = uniform(result.model.layers, shape.pipeline)
         placement = launched(result.network, shape.sizes().complete(result.network.world))
-        one = result.candidate(shape, placement, split)
-        stages = zip(one.memory_bytes, one.limit_bytes, range(shape.pipeline))
-        used, limit, stage = max(stages, key=lambda each: each[0] / each[1])
-        terms = memory_of(result, one, stage).terms
+        candidate = result.candidate(shape, placement, split)
+        stages = zip(candidate.memory_bytes, candidate.limit_bytes, range(shape.pipeline))
+        used, limit, stage = max(stages, key=lambda entry: entry[0] / entry[1])
+        terms = memory_of(result, candidate, stage).terms
         largest = max(terms, key=terms.__getitem__)
-        has, needs, more, alone = (format_bytes(each, 4)
-                                   for each in (limit, used, used - limit, terms[largest]))
+        has, needs, excess, alone = (format_bytes(value, 4)
+                                     for value in (limit, used, used - limit, terms[largest]))
         return (
-            f"{result.model.name} fits nowhere: nearest is tensor {shape.tensor}, pipeline {shape.pipeline}, "
-            f"data {shape.data}, recompute {shape.recompute}, ZeRO {shape.zero}, whose stage {stage} needs "
-            f"{needs} of {has}: {largest} alone are {alone}, {more} are too much; it needs {FIXES[largest]}"
+            f"{result.model.name} does not fit in GPU memory: nearest is tensor {shape.tensor}, pipeline "
+            f"{shape.pipeline}, data {shape.data}, recompute {shape.recompute}, ZeRO {shape.zero}, whose "
+            f"stage {stage} needs {needs}, {excess} more than its {has} ({largest}: {alone}); "
+            f"use {FIXES[largest]}"
         )
 
 
 def simulate_first(result: SearchResult, count: int = COUNT, rows: int = 1) -> SearchResult:
     """With the fastest shapes simulated and first, of `rows` also those that are not much slower, and a
     certificate by the shapes' bounds."""
-    left, best, layers = WORK, inf, result.model.layers
+    budget, best, layers = WORK, inf, result.model.layers
     candidates: list[Candidate] = []
     rest: list[Candidate] = []
-    for number, one in enumerate(result.candidates):
-        far = one.formula_s >= (best if len(candidates) >= rows else FAR * best)
+    for number, candidate in enumerate(result.candidates):
+        far = candidate.formula_s >= (best if len(candidates) >= rows else FAR * best)
         if len(candidates) == count or far:
             rest += result.candidates[number:]
             break  # the closed form seldom says more than the simulation
-        work = passes(one.shape, layers) * (UNEVEN if result.network.wan else 1)
-        work += TWO_LEVEL * one.shape.pipeline * one.shape.virtual * ("two-level" in one.reductions)
-        if work > left:
-            rest.append(one)
+        shape = candidate.shape
+        work = passes(shape, layers) * (UNEVEN if result.network.wan else 1)
+        work += TWO_LEVEL * shape.pipeline * shape.virtual * ("two-level" in candidate.reductions)
+        if work > budget:
+            rest.append(candidate)
             continue
-        left -= work
-        candidates.append(timed(result, one))
+        budget -= work
+        candidates.append(timed(result, candidate))
         best = min(best, candidates[-1].step_s)
-    candidates.sort(key=lambda one: one.simulated_s)
+    candidates.sort(key=lambda plan: plan.simulated_s)
     if result.user_layout is not None:
         result = replace(result, user_layout=timed(result, result.user_layout))
     bound = min(result.ideals.values(), default=0.0)
-    every = [*candidates, *rest]
-    certificate = Certificate(every[0].step_s, min(bound, every[0].step_s))
-    return replace(result, candidates=every, certificate=certificate)
+    ranked = [*candidates, *rest]
+    certificate = Certificate(ranked[0].step_s, min(bound, ranked[0].step_s))
+    return replace(result, candidates=ranked, certificate=certificate)
 
 
 def _within(limits: Limits) -> str:
     if not limits.allowed:
         return ""
-    return ", within " + " ".join(f"{name}={','.join(map(str, own))}" for name, own in limits.allowed.items())
+    named = (f"{name}={','.join(map(str, values))}" for name, values in limits.allowed.items())
+    return ", within " + " ".join(named)

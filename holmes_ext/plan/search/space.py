@@ -55,7 +55,7 @@ class Limits:
             if name not in NAMES:
                 raise HolmesError(f"limit {name!r} is not known; {did_you_mean(name, (*NAMES, 'memory'))}")
             if not values:
-                raise HolmesError(f"limit {name}: no value is allowed; name one")
+                raise HolmesError(f"limit {name}: it allows no value; give at least one")
             known = [str(value) for value in choices.get(name, ())]
             for value in values:
                 if known and str(value) not in known:
@@ -74,13 +74,13 @@ class Limits:
 def parse_limits(texts: list[str]) -> Limits:
     """Limits from "tensor=1,2", "memory=60GB", and what --holmes-sizes takes: "pipeline=2,tensor=1"."""
     allowed: dict[str, tuple[Any, ...]] = {}
-    texts = [part for given in texts for part in _SEVERAL.split(given)]
-    given = named_values(texts, (*NAMES, "memory"), "--limit")
-    memory = given.pop("memory", "")
+    texts = [part for text in texts for part in _SEVERAL.split(text)]
+    named = named_values(texts, (*NAMES, "memory"), "--limit")
+    memory = named.pop("memory", "")
     number = memory.removesuffix("B").removesuffix("G")
     if memory and (not number.replace(".", "", 1).isdecimal() or not 0 < float(number) < 1e9):
         raise HolmesError(f"--limit memory: {memory!r:.40} is not a size above 0; write for example 60GB")
-    for name, values in given.items():
+    for name, values in named.items():
         parts = [part.strip() for part in values.split(",") if part.strip()]
         allowed[name] = tuple(int(part) if part.isdecimal() and len(part) < 9 else part for part in parts)
     return Limits(allowed, float(number or 0) * 1e9)
@@ -144,9 +144,8 @@ def shapes(network: Network, model: Model, global_batch: int, limits: Limits) ->
                 continue
             for pipeline in limits.of("pipeline", divisors(world // (tensor * context))):
                 data = world // (tensor * context * pipeline)
-                fits = pipeline <= model.layers and _even(processes,
-                                                          world // pipeline) and global_batch % data == 0
-                if fits and limits.of("data", [data]):
+                fits = pipeline <= model.layers and _even(processes, world // pipeline)
+                if fits and global_batch % data == 0 and limits.of("data", [data]):
                     sizes = pipeline, tensor, context
                     yield from _inner(model, global_batch // data, limits, sizes, data,
                                       equal_clusters(network))
@@ -173,8 +172,8 @@ def _inner(
         virtuals = limits.of("virtual", divisors(model.layers // pipeline) if chunks else [1])
         for virtual, recompute, zero in product(virtuals, limits.of("recompute", RECOMPUTE), zeros):
             shape = Shape(*sizes, expert, data, virtual, micro_batch, count, recompute, zero)
-            own = zero == 3 and clusters > 1 and data * context % clusters == 0
-            for replicas in limits.of("replicas", (1, clusters) if own else (1,)):
+            hybrid = zero == 3 and clusters > 1 and data * context % clusters == 0
+            for replicas in limits.of("replicas", (1, clusters) if hybrid else (1,)):
                 yield replace(shape, replicas=replicas)
 
 

@@ -31,25 +31,25 @@ def with_spread(result: SearchResult) -> SearchResult:
     if not result.network.wan or len(result.network.kinds) < 2 or result.certificate is None:
         return result
     fastest: dict[tuple[int, int], Candidate] = {}
-    for one in result.candidates:
-        if one.simulated_s and one.shape.pipeline > 1 and one.shape.virtual == 1 and (
-                ShapeBound(result.network, result.prices(one.shape), one.shape).computing_s()
-                < result.best.step_s):
-            fastest.setdefault((one.shape.pipeline, one.shape.tensor * one.shape.context), one)
-    known = {candidate.placement.stages for candidate in result.candidates}
-    found = []
-    for one in islice(fastest.values(), SHAPES):
-        other = _spread(result, one)
-        if other and other.formula_s < result.best.step_s and other.placement.stages not in known:
-            found.append(timed(result, other))
-    ranked = sorted([*found, *result.candidates], key=lambda one: one.simulated_s or inf)
+    for candidate in result.candidates:
+        shape = candidate.shape
+        if candidate.simulated_s and shape.pipeline > 1 and shape.virtual == 1 and (
+                ShapeBound(result.network, result.prices(shape), shape).computing_s() < result.best.step_s):
+            fastest.setdefault((shape.pipeline, shape.tensor * shape.context), candidate)
+    known = {plan.placement.stages for plan in result.candidates}
+    improved = []
+    for candidate in islice(fastest.values(), SHAPES):
+        moved = _spread(result, candidate)
+        if moved and moved.formula_s < result.best.step_s and moved.placement.stages not in known:
+            improved.append(timed(result, moved))
+    ranked = sorted([*improved, *result.candidates], key=lambda plan: plan.simulated_s or inf)
     best = ranked[0].step_s
     return replace(result, candidates=ranked,
                    certificate=Certificate(best, min(best, result.certificate.bound_s)))
 
 
 def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
-    """`one` with its nodes spread; None where stages do not hold whole nodes, or nothing crosses faster."""
+    """`candidate` with its nodes spread; None where stages hold no whole nodes, or nothing crosses faster."""
     network, shape, job = result.network, candidate.shape, result.prices(candidate.shape).job
     processes, size = network.processes, network.world // shape.pipeline
     if size % processes or candidate.placement.tied > 1 or processes % (shape.tensor * shape.context):
@@ -58,10 +58,10 @@ def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
     reduced = shape.tensor * (0.5 if shape.zero else 1.0) * job.total_bytes / shape.pipeline
     crossing = Crossing(network, sent, reduced)
     parts = candidate.placement.parts
-    now = tuple(tuple(sorted(kind for kind, count in part for _ in range(count))) for part in parts)
+    current = tuple(tuple(sorted(kind for kind, count in part for _ in range(count))) for part in parts)
     chain = tuple(dict.fromkeys(kind for part in parts for kind, _ in part))
     stages, seconds = spread(list(map(len, network.names)), shape.pipeline, crossing.seconds, TRIES, chain)
-    if seconds >= crossing.seconds(now) * (1 - EQUAL):
+    if seconds >= crossing.seconds(current) * (1 - EQUAL):
         return None
     spread_out = result.candidate(shape, laid(stages, candidate.placement.sizes, processes), candidate.split)
     costs = result.costs(spread_out)
@@ -86,10 +86,10 @@ class Crossing:
             kinds = set(stage)
             for pair in permutations(kinds, 2):
                 data[pair] += 2 / len(kinds)
-        for one, two in zip(stages, stages[1:]):
-            for a, b in _moved(one, two):
-                pipeline[a, b] += 1
-                pipeline[b, a] += 1
+        for sender, receiver in zip(stages, stages[1:]):
+            for source, target in _moved(sender, receiver):
+                pipeline[source, target] += 1
+                pipeline[target, source] += 1
         return self._fullest(pipeline, self.sent) + self._fullest(data, self.reduced)
 
     def _fullest(self, loads: Mapping[tuple[int, int], float], bits: float) -> float:
@@ -97,10 +97,10 @@ class Crossing:
 
 
 @lru_cache(maxsize=10_000)
-def _moved(one: tuple[int, ...], two: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Clusters of the nodes that send from a stage to the next in another cluster, as few as can be."""
-    here, there = Counter(one), Counter(two)
-    return [*zip((here - there).elements(), (there - here).elements())]
+def _moved(sender: tuple[int, ...], receiver: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(from, to) of each message that must cross clusters from a stage to the next, as few as can be."""
+    sends, receives = Counter(sender), Counter(receiver)
+    return [*zip((sends - receives).elements(), (receives - sends).elements())]
 
 
 def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:

@@ -13,12 +13,12 @@ from holmes_ext.plan.simulate.repeat import folded_s
 STOCKS = 3
 CAUSES = {
     "compute": "computing",
-    "collectives": "tensor, context and expert groups",
+    "collectives": "tensor, context and expert collectives",
     "optimizer": "optimizer",
     "bubble": "waiting for other stages",
     "send_inside": "sends between stages inside clusters",
     "send_across": "sends between stages across clusters",
-    "reduce_inside": "exposed reductions and gathers in one cluster",
+    "reduce_inside": "exposed reductions and gathers inside clusters",
     "reduce_across": "exposed reductions and gathers across clusters",
 }
 

@@ -40,8 +40,7 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Priced:
-    """Of a subset: the step of the best plan found, what no plan on it beats, and what the price came
-    from."""
+    """Of a subset: the best plan's step, the step that no plan on it beats, what the price came from."""
 
     step_s: float
     bound_s: float
@@ -80,7 +79,7 @@ def best_subset(
     HolmesError: there are too few nodes, or nothing fits on any subset (price's own).
     """
     if sum(idle) < count or count < 1:
-        raise HolmesError(f"{count} nodes are asked for, and {sum(idle)} are there; ask for 1 to {sum(idle)}")
+        raise HolmesError(f"{count} nodes requested, {sum(idle)} available; ask for 1 to {sum(idle)}")
     unit, every = max(1, unit), range(len(idle))
     search = _Search(idle, count, price, floor, alike or every, order or every, end)
     search.look(_likely(idle, count, unit), search.share(LIKELY))
@@ -174,13 +173,13 @@ class _Search:
     def parts(self, family: Family) -> Iterator[Family]:
         """With every number of nodes of the first open cluster; of alike clusters the first has most."""
         first, *others = [index for index in self.order if family[index] is None]
-        left = self.count - sum(nodes or 0 for nodes in family)
-        least = max(0, left - sum(self.idle[index] for index in others))
-        for nodes in range(min(self.idle[first], left), least - 1, -1):
+        remaining = self.count - sum(nodes or 0 for nodes in family)
+        least = max(0, remaining - sum(self.idle[index] for index in others))
+        for nodes in range(min(self.idle[first], remaining), least - 1, -1):
             part = list(family)
             part[first] = nodes
             if len(others) == 1:
-                part[others[0]] = left - nodes
+                part[others[0]] = remaining - nodes
             if all(self.falls([part[index] for index in group]) for group in self.groups):
                 yield tuple(part)
 
@@ -228,9 +227,9 @@ class _Search:
         if not self.found:
             assert self.trouble is not None
             raise self.trouble
-        ranked = sorted(self.found, key=lambda each: each[:2])
+        ranked = sorted(self.found, key=lambda entry: entry[:2])
         bound_s = min(self.best_s, *(priced.bound_s for _, _, priced in ranked),
-                      *(each[0] for each in self.heap))
+                      *(entry[0] for entry in self.heap))
         complete = not self.heap and not self.left_out
         return Subsets(tuple((counts, priced) for _, counts, priced in ranked), bound_s, complete)
 
@@ -251,13 +250,13 @@ def _likely(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
 
 def _filled(idle: Counts, count: int, order: Sequence[int], whole: int) -> Iterator[Counts]:
     """One cluster after the other, in multiples of `whole` nodes; the rest where there is room."""
-    counts, left = [0] * len(idle), count
+    counts, remaining = [0] * len(idle), count
     for index in order:
-        counts[index] = min(idle[index], left) // whole * whole
-        left -= counts[index]
+        counts[index] = min(idle[index], remaining) // whole * whole
+        remaining -= counts[index]
     for index in order:
-        more = min(idle[index] - counts[index], left)
-        counts[index], left = counts[index] + more, left - more
+        more = min(idle[index] - counts[index], remaining)
+        counts[index], remaining = counts[index] + more, remaining - more
     yield tuple(counts)
 
 

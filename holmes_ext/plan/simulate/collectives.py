@@ -185,8 +185,8 @@ class Collectives:
         links = self.network.links
         gather, scatter = links.host_gather, links.host_scatter
         host = {"gather": gather, "weights": gather, "scatter": scatter}.get(str(tag[0]), 1.0)
-        made = self.maker.collective(load, sizes, len(family.pipelines), host)
-        self.transfers[tag] = replace(made, channel=tag[:3])
+        transfer = self.maker.collective(load, sizes, len(family.pipelines), host)
+        self.transfers[tag] = replace(transfer, channel=tag[:3])
 
     def _add_shards(self, family: GroupFamily) -> None:
         """What ZeRO 2 and 3 send for every layer, in each micro-batch."""
@@ -225,19 +225,19 @@ class Collectives:
     def _add_tied(self) -> None:
         """By pairs, or in two levels where each of the two stages is on a cluster of its own."""
         fold, last = self.fold, self.fold.stages[-1]
-        both: dict[int, tuple[TwoLevels, GroupFamily] | None] = {}
+        two_level: dict[int, tuple[TwoLevels, GroupFamily] | None] = {}
         if self.run.tied:
             for family in twins(fold):
                 how = self.run.direct, 0, self._inside_bps(family)
-                made = in_two_levels(self.network, family, self.tied_bytes, *how)
-                both |= dict.fromkeys(family.pipelines, (made, family) if made else None)
+                levels = in_two_levels(self.network, family, self.tied_bytes, *how)
+                two_level |= dict.fromkeys(family.pipelines, (levels, family) if levels else None)
         for kind in range(len(fold.kinds)):
             kinds = fold.kind_on(kind, 0), fold.kind_on(kind, last)
             link = min(self.model.gpu_of(self.network.cluster(end)).link_bps for end in kinds)
-            pair, twice = by_pairs(self.network, fold, kind, link), both.get(kind)
-            if twice and twice[0].seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
-                tag, parties = ("tied", 0, twice[1].pipelines, 0), 2 * len(twice[1].pipelines)
-                reduction: PricedReduction = twice[0]
+            pair, joint = by_pairs(self.network, fold, kind, link), two_level.get(kind)
+            if joint and joint[0].seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
+                tag, parties = ("tied", 0, joint[1].pipelines, 0), 2 * len(joint[1].pipelines)
+                reduction: PricedReduction = joint[0]
             else:
                 tag, parties, reduction = ("tied", 0, (kind,), 0), 2, pair
             if tag not in self.transfers:
@@ -256,8 +256,8 @@ class Collectives:
         its receiver."""
         count = self.stages
         hops = [self._number(kind, stage, (stage + 1) % count) for stage in range(count)]
-        each = [hop.fixed_s + hop.latency_s for hop in hops]
-        seconds = 2 * (sum(each) - min(each)) + max(hop.latency_s for hop in hops)
+        hop_s = [hop.fixed_s + hop.latency_s for hop in hops]
+        seconds = 2 * (sum(hop_s) - min(hop_s)) + max(hop.latency_s for hop in hops)
         return Transfer(count, seconds, across=any(hop.across for hop in hops))
 
     def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
@@ -268,10 +268,10 @@ class Collectives:
         nodes = [self.network.cluster(kind) for kind, count in family.ring for _ in range(min(count, 2))]
         down = zip([*nodes[:0:-1], nodes[0]], [*nodes[-2::-1], nodes[-1]])
         fabric = self.network.fabric(family.kinds)
-        ways = [self.network.longer_s(fabric, pair) if pair[0] != pair[1] else 0.0 for pair in down]
-        longer_s = 2 * sum(ways) - sum(ways[-2:]) + ways[0]
-        made = self.maker.collective(replace(ring, longer_s=longer_s), [4.0], len(family.pipelines))
-        return replace(made, bits=0.0, uses=())
+        longer = [self.network.longer_s(fabric, pair) if pair[0] != pair[1] else 0.0 for pair in down]
+        longer_s = 2 * sum(longer) - sum(longer[-2:]) + longer[0]
+        transfer = self.maker.collective(replace(ring, longer_s=longer_s), [4.0], len(family.pipelines))
+        return replace(transfer, bits=0.0, uses=())
 
 
 def _reduced(model: Model, layer: Layer, sizes: Sizes) -> list[float]:

@@ -74,8 +74,8 @@ class Transfer:
 
     def fresh(self) -> Transfer:
         """The same, not begun."""
-        ways = self.uses, self.channel, self.then, self.across, self.latency_s, self.buffered
-        return Transfer(self.parties, self.fixed_s, self.bits, self.limit_bps, *ways)
+        rest = self.uses, self.channel, self.then, self.across, self.latency_s, self.buffered
+        return Transfer(self.parties, self.fixed_s, self.bits, self.limit_bps, *rest)
 
 
 class Transfers(dict[Hashable, Transfer]):
@@ -128,7 +128,7 @@ class Simulation:
         for actor, program in enumerate(self.programs):
             if self.place[actor] < len(program):
                 raise HolmesError(
-                    f"simulation: actor {actor} waits for {program[self.place[actor]][1]} for ever")
+                    f"simulation: actor {actor} deadlocks, waiting for {program[self.place[actor]][1]}")
         return self.spans
 
     def _at(self, moment: float, what: int, item: Hashable, version: int = 0) -> None:

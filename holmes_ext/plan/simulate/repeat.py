@@ -44,9 +44,9 @@ def folded_s(job: JobStep) -> float:
         if more[0]:
             return end_of(spans) + more[0]
         if len(apart := job.apart()) > 1:
-            actor_spans = [[spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)]
-                           for kinds in apart]
-            more = [_more_s(each, stages, periods, total - count) for each in actor_spans]
+            by_group = [[spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)]
+                        for kinds in apart]
+            more = [_more_s(group_spans, stages, periods, total - count) for group_spans in by_group]
             if all(more):
                 begins = {kind: seconds for kinds, seconds in zip(apart, more) for kind in kinds}
                 return end_of(job.simulation(count, [begins[kind] for kind in sorted(begins)]).run())
@@ -54,10 +54,10 @@ def folded_s(job: JobStep) -> float:
     return end_of(job.simulation(total).run())
 
 
-def _more_s(spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], left: int) -> float:
-    """What so many micro-batches more take, where the middle repeats; else 0."""
-    found = ((period, _longer_s(spans, stages, period)) for period in periods)
-    return next((left // period * longer for period, longer in found if longer), 0.0)
+def _more_s(spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], extra: int) -> float:
+    """What `extra` micro-batches more take, where the middle repeats; else 0."""
+    per_period = ((period, _longer_s(spans, stages, period)) for period in periods)
+    return next((extra // period * longer for period, longer in per_period if longer), 0.0)
 
 
 def _longer_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:

@@ -52,18 +52,18 @@ def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: in
     capacities: dict[Hashable, float] = {}
     ethernet, nodes = site.fabric_by_name[ETHERNET], Counter(node.cluster for node in site.nodes)
     rate, farthest_s = float(ethernet.rate_bps), ethernet.latency_s
-    for job, one in enumerate(runners):
+    for job, sender in enumerate(runners):
         capacities |= {(job, "out"): rate, (job, "in"): rate}
-        own = tuple(((job, way), site.processes) for way in ("out", "in"))
-        templates["own", job] = Transfer(1, bits=delay * one.ethernet_s * rate / site.processes / _PIECES,
-                                         uses=own)
-        for other, two in enumerate(runners):
+        nics = tuple(((job, direction), site.processes) for direction in ("out", "in"))
+        templates["own", job] = Transfer(1, bits=delay * sender.ethernet_s * rate / site.processes / _PIECES,
+                                         uses=nics)
+        for other, receiver in enumerate(runners):
             if job != other:
-                streams = max(nodes[one.cluster], nodes[two.cluster]) * site.processes
-                leaving, arriving = streams / nodes[one.cluster], streams / nodes[two.cluster]
+                streams = max(nodes[sender.cluster], nodes[receiver.cluster]) * site.processes
+                leaving, arriving = streams / nodes[sender.cluster], streams / nodes[receiver.cluster]
                 ends = ((job, "out"), leaving), ((other, "in"), arriving)
-                hops = site.wan.hops(one.cluster, two.cluster)
-                link = site.wan.pair_of.get((one.cluster, two.cluster))
+                hops = site.wan.hops(sender.cluster, receiver.cluster)
+                link = site.wan.pair_of.get((sender.cluster, receiver.cluster))
                 capacities |= {hop.key: hop.rate_bps for hop in hops}
                 limit = float(link.stream_bps if link and link.stream_bps else inf)
                 way_s = sum(hop.latency_s for hop in hops) or ethernet.latency_s
@@ -76,12 +76,12 @@ def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: in
     training = [list(_training(job, runner, alone, delay)) for job, runner in enumerate(runners)]
     Simulation([*training, *(list(_rounds(job, jobs)) for job in jobs)], transfers, capacities).run()
 
-    def at(what: str, job: int, number: int = _ROUNDS[-1]) -> float:
-        return transfers[what, job, number].ended
+    def at(event: str, job: int, number: int = _ROUNDS[-1]) -> float:
+        return transfers[event, job, number].ended
 
     waited = {job: max(0.0, at("end", job) - at("there", job)) for job in jobs}
     slowest = min(jobs, key=lambda job: (waited[job], -runners[job].step_s))
-    before = max(at(what, slowest, _ROUNDS[-2]) for what in ("there", "end"))
+    before = max(at(event, slowest, _ROUNDS[-2]) for event in ("there", "end"))
     longer = at("there", slowest) - before - (alone + delay) * runners[slowest].step_s
     round_s = max(at("end", job) for job in jobs) - max(at("off", job) for job in jobs)
     return RoundSeconds(round_s, waited[slowest], max(0.0, longer))

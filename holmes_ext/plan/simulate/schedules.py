@@ -44,15 +44,15 @@ class _Ends:
     def __init__(self, stage: int, stages: int, last: int):
         self.stage, self.stages, self.last = stage, stages, last
 
-    def needs(self, each: Pass) -> list[Message]:
-        kind, micro_batch, chunk = each
+    def needs(self, stage_pass: Pass) -> list[Message]:
+        kind, micro_batch, chunk = stage_pass
         place = chunk * self.stages + self.stage
         if kind == "F":
             return [("a", place - 1, micro_batch)] if place else []
         return [("g", place, micro_batch)] if place < self.last and kind != "W" else []
 
-    def makes(self, one: Pass) -> list[Message]:
-        kind, micro_batch, chunk = one
+    def makes(self, stage_pass: Pass) -> list[Message]:
+        kind, micro_batch, chunk = stage_pass
         place = chunk * self.stages + self.stage
         if kind == "F":
             return [("a", place, micro_batch)] if place < self.last else []
@@ -61,28 +61,27 @@ class _Ends:
 
 def _posted(order: Sequence[Pass], ends: _Ends, planned: PassOrder | None = None) -> Iterator[Op]:
     posts: dict[Message | None, list[Op]] = defaultdict(list)  # by what was sent before them
-    for message in (message for one in order for message in ends.needs(one)):
-        what, place, number = message
-        after = planned.posted_after(place, _KINDS[what], number) if planned else None
-        posts[("g" if what == "a" else "a", place, after[1]) if after else None].append(("post", message))
+    for message in (message for stage_pass in order for message in ends.needs(stage_pass)):
+        kind, place, number = message
+        after = planned.posted_after(place, _KINDS[kind], number) if planned else None
+        posts[("g" if kind == "a" else "a", place, after[1]) if after else None].append(("post", message))
     yield from posts[None]
-    for one in order:
-        yield from (("wait", message) for message in ends.needs(one))
-        yield one
-        for message in ends.makes(one):
+    for stage_pass in order:
+        yield from (("wait", message) for message in ends.needs(stage_pass))
+        yield stage_pass
+        for message in ends.makes(stage_pass):
             yield from (("post", message), *posts[message])
 
 
 def _paired(order: Sequence[Pass], ends: _Ends, ahead: int) -> Iterator[Op]:
-    """megatron-core's 1F1B: in the steady state what a pass made is exchanged with what the next one
-    needs."""
+    """megatron-core's 1F1B: in the steady state a pass's output is exchanged for the next one's input."""
     steady = range(ahead, len(order) - ahead)
-    for index, one in enumerate(order):
+    for index, stage_pass in enumerate(order):
         if not (index in steady and index - 1 in steady):
-            yield from _together(ends.needs(one))
-        yield one
+            yield from _together(ends.needs(stage_pass))
+        yield stage_pass
         joined = index in steady and index + 1 in steady
-        yield from _together(ends.makes(one), ends.needs(order[index + 1]) if joined else [])
+        yield from _together(ends.makes(stage_pass), ends.needs(order[index + 1]) if joined else [])
 
 
 def _awaited(ends: _Ends, micro_batches: int) -> Iterator[Op]:
@@ -90,17 +89,17 @@ def _awaited(ends: _Ends, micro_batches: int) -> Iterator[Op]:
     odd steps. A forward step sends the last gradient before it receives, a backward step receives before it
     sends."""
     stage, stages = ends.stage, ends.stages
-    made: list[Message] = []
+    to_send: list[Message] = []
     for step in range(2 * (micro_batches + ends.last)):
         forward = step % 2 == stage % 2
         index = (step - stage) // 2 if forward else (step - 2 * stages + stage + 1) // 2
-        now: list[Pass] = [("F" if forward else "B", index, 0)] if 0 <= index < micro_batches else []
-        needed = [message for one in now for message in ends.needs(one)]
-        for messages in (made, needed) if forward else (needed, made):
+        current: list[Pass] = [("F" if forward else "B", index, 0)] if 0 <= index < micro_batches else []
+        to_receive = [message for stage_pass in current for message in ends.needs(stage_pass)]
+        for messages in (to_send, to_receive) if forward else (to_receive, to_send):
             yield from _together(messages)
-        yield from now
-        made = [message for one in now for message in ends.makes(one)]
-    yield from _together(made)
+        yield from current
+        to_send = [message for stage_pass in current for message in ends.makes(stage_pass)]
+    yield from _together(to_send)
 
 
 def _together(messages: Sequence[Message], received: Sequence[Message] = ()) -> Iterator[Op]:

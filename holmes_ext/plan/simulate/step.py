@@ -103,8 +103,8 @@ class JobStep:
     ):
         sizes, self.network, self.run, self.costs = placement.sizes, network, run, costs
         if run.zero > 1 and sizes.pipeline > 1:
-            given = f"zero is {run.zero} with {sizes.pipeline} pipeline stages"
-            raise HolmesError(f"{given}; under a pipeline it can be 0 or 1")
+            problem = f"zero is {run.zero} with {sizes.pipeline} pipeline stages"
+            raise HolmesError(f"{problem}; under a pipeline it can be 0 or 1")
         self.fold = network.remember(("fold", placement), lambda: Fold(placement))
         self.model, layers = model, model.layers_of(sizes)
         maker = TransferMaker(network, run.message_s)
@@ -142,8 +142,8 @@ class JobStep:
             slices = self._slices
             gathered_s = 8 * (slices - 1) / slices * size / rates[1] if rates[1] else 0.0
             size *= share / slices
-        made = maker.message(load, size, gathered_s)
-        return replace(made, channel=(kind, stage, other) if load.fabric else None, buffered=buffered)
+        transfer = maker.message(load, size, gathered_s)
+        return replace(transfer, channel=(kind, stage, other) if load.fabric else None, buffered=buffered)
 
     @property
     def _slices(self) -> int:

@@ -34,8 +34,8 @@ class TransferMaker:
         if load.fabric is None:
             return Transfer(parties, load.price.seconds(total))
         curve = self.network.curve(load)
-        each = [curve.fixed_s(load.part * size) + self.message_s for size in sizes]
-        fixed_s = load.messages * sum(each) + len(sizes) * load.longer_s
+        per_message_s = [curve.fixed_s(load.part * size) + self.message_s for size in sizes]
+        fixed_s = load.messages * sum(per_message_s) + len(sizes) * load.longer_s
         uses, bits = self._uses(load, total, host), 8 * load.volume * total
         return Transfer(parties, fixed_s, bits, curve.rate_bps, uses, across=load.across)
 
@@ -49,8 +49,8 @@ class TransferMaker:
             if load.fabric is None:
                 fixed_s = max(fixed_s, load.price.seconds(size))
             else:
-                each = self.network.curve(load).fixed_s(load.part * size) + self.message_s
-                fixed_s = max(fixed_s, load.messages * each)
+                per_message_s = self.network.curve(load).fixed_s(load.part * size) + self.message_s
+                fixed_s = max(fixed_s, load.messages * per_message_s)
         latency_s = 0.0 if flow.blocks else flow.way_s
         fixed_s += 2 * flow.way_s if flow.blocks else 0.0
         uses: dict[Hashable, float] = {}

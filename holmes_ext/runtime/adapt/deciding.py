@@ -74,14 +74,15 @@ class Deciding:
     def propose(self, step: int, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
         """What to change of what the ranks measured, and where the next window begins."""
         none = {"at": 0, "next": step + 1}
-        known = sorted((one for one in reports if one is not None), key=lambda one: one["rank"])
-        if len(known) < self.current.process.world_size:
+        answered = [report for report in reports if report is not None]
+        answered.sort(key=lambda report: report["rank"])
+        if len(answered) < self.current.process.world_size:
             return none
-        step_s = max(one["totals"]["step"] for one in known)
+        step_s = max(report["totals"]["step"] for report in answered)
         change: Changes | None = None
         plan, learned = self.current.plan_for(self.sizes), None
-        if all("forward" in one for one in known):
-            profile, learned = self._measured(plan, known)
+        if all("forward" in report for report in answered):
+            profile, learned = self._measured(plan, answered)
             self._look(profile, learned)
             if self.sums.trials.running is None and wants_in_flight(self.current):
                 change = held = self.evaluator.next(learned, step_s)
@@ -89,7 +90,7 @@ class Deciding:
                 if held is not None:
                     self._taken = partial(self.evaluator.taken, held, learned)
         if change is None and self.evaluator.trials.running is None:
-            if summed := self._summed(known, learned):
+            if summed := self._summed(answered, learned):
                 change = sums = self.sums.next(plan, summed, step_s)
                 self._tell_ended(self.sums.trials)
                 if reason := summed[0].why_not_apart:
@@ -105,7 +106,7 @@ class Deciding:
             self._tell_change(change)
             return none
         at = step + max(LEAD, 1 + ceil(LEAD_S / step_s))
-        kind = next(name for name, made in CHANGES.items() if isinstance(change, made))
+        kind = next(name for name, change_class in CHANGES.items() if isinstance(change, change_class))
         return {"at": at, "next": at + 1, "kind": kind, "change": asdict(change)}
 
     def taken(self) -> None:
@@ -121,16 +122,16 @@ class Deciding:
     def _restarts(self) -> None:
         self._restart, self._will_restart = None, True
 
-    def _measured(self, plan: Plan, known: list[dict[str, Any]]) -> tuple[Profile, Plan]:
-        self._edges |= edges_of(known)
-        for report in known:
+    def _measured(self, plan: Plan, reports: list[dict[str, Any]]) -> tuple[Profile, Plan]:
+        self._edges |= edges_of(reports)
+        for report in reports:
             report["edge_s"] = self._edges.get(report["stage"], 0.0)
-        profile = replace(merge(self.current, known), sizes=self.sizes)
-        return profile, measured(plan, profile, memory_of(known, profile))
+        profile = replace(merge(self.current, reports), sizes=self.sizes)
+        return profile, measured(plan, profile, memory_of(reports, profile))
 
-    def _summed(self, known: list[dict[str, Any]], learned: Plan | None) -> list[Summed]:
-        """By stage, of the rank that came last to a sum: it waited for nobody. [] where not all follow."""
-        if not all(one["sums"] for one in known):
+    def _summed(self, reports: list[dict[str, Any]], learned: Plan | None) -> list[Summed]:
+        """By stage, of the rank that came last to a sum: it waited for nobody. [] unless all ranks follow."""
+        if not all(report["sums"] for report in reports):
             return []
         ends: list[float] = [0.0] * self.sizes.pipeline
         if learned is not None:
@@ -138,27 +139,29 @@ class Deciding:
             held = learned.traffic_of(self.network_api).in_flight or tuple(range(len(loads), 0, -1))
             ends = list(walked_ends([load.forward_s for load in loads], [load.backward_s for load in loads],
                                     edges, learned.workload.micro_batches, held))
-        found = []
+        summed = []
         for stage, end_s in enumerate(ends):
-            every = [one["sums"] for one in known if one["stage"] == stage]
-            ways = {json.dumps(one["way"]) for one in every}
-            if len(ways) != 1:  # a rank's window began before the others changed
+            windows = [report["sums"] for report in reports if report["stage"] == stage]  # SumWindow.report()
+            reductions = {json.dumps(window["way"]) for window in windows}
+            if len(reductions) != 1:  # a rank's window began before the others changed
                 return []
-            names = {name for one in every for name in one["busy"]}
-            busy = {name: min(one["busy"][name] for one in every if name in one["busy"]) for name in names}
-            found.append(Summed(
-                Table(every[0]["way"], "report").into(Reduction), max(one["bytes"] for one in every),
-                min(one["seconds"] for one in every), min(one["exposed"] for one in every), busy,
-                end_s - min(ends), max(one["why_not_apart"] for one in every),
-                min(one["round_s"] for one in every)))
-        return found
+            names = {name for window in windows for name in window["busy"]}
+            busy = {name: min(window["busy"][name] for window in windows if name in window["busy"])
+                    for name in names}
+            summed.append(Summed(
+                Table(windows[0]["way"], "report").into(Reduction),
+                max(window["bytes"] for window in windows), min(window["seconds"] for window in windows),
+                min(window["exposed"] for window in windows), busy, end_s - min(ends),
+                max(window["why_not_apart"] for window in windows),
+                min(window["round_s"] for window in windows)))
+        return summed
 
     def _decided_edges(self, learned: Plan) -> tuple[float, ...]:
         options, engine = self.current.options, self.current.engine
         return decisions(learned, self.network_api, options, engine).edge_seconds()[0]
 
     def _look(self, profile: Profile, learned: Plan) -> None:
-        """What is kept for the next run, and told of a restart, where the passes are others than before."""
+        """Where passes take other times than before: keep the model, and see whether a restart would help."""
         busy = [load.busy_s for load in learned.loads]
         if self._busy and not differ(self._busy, busy):
             return
@@ -183,7 +186,7 @@ class Deciding:
         if change.back:
             return
         times = f"a step takes {step_s:.4g} s, it took {change.now_s:.4g} (predicted {change.then_s:.4g})"
-        self.tell(f"{change.text}: {times}{'' if stays else '; taken back'}")
+        self.tell(f"{change.text}: {times}{'' if stays else '; reverted'}")
 
     def _tell_change(self, change: Changes) -> None:
         left = f"a step would take {change.then_s:.4g} s, not {change.now_s:.4g}"
@@ -222,15 +225,15 @@ def wants_in_flight(current: Session) -> bool:
 
 
 def change_of(proposal: dict[str, Any]) -> Changes:
-    found: Changes = Table(proposal["change"], "proposal").into(CHANGES[proposal["kind"]])
-    return found
+    change: Changes = Table(proposal["change"], "proposal").into(CHANGES[proposal["kind"]])
+    return change
 
 
 def memory_of(reports: list[dict[str, Any]], profile: Profile) -> list[Room]:
-    """By stage, of the rank with the least room; nothing where a rank does not know it."""
-    found = []
+    """By stage, of the rank with the least room; Room() where a rank does not know its own."""
+    tightest = []
     for stage in range(len(profile.stages)):
-        every = [Room(*report["memory"]) for report in reports if report["stage"] == stage]
-        known = all(one.limit_bytes for one in every)
-        found.append(min(every, key=lambda one: one.limit_bytes - one.fixed_bytes) if known else Room())
-    return found
+        rooms = [Room(*report["memory"]) for report in reports if report["stage"] == stage]
+        known = all(room.limit_bytes for room in rooms)
+        tightest.append(min(rooms, key=lambda room: room.limit_bytes - room.fixed_bytes) if known else Room())
+    return tightest

@@ -43,27 +43,28 @@ def _median(sent: Sent, received: Came, ahead: float) -> float:
 
 
 def edges_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Stage -> seconds of an activation to the next one, of the slowest pair of ranks; of the steps that the
-    reports have the median. Edges that nobody waited for are left out."""
+    """Stage -> seconds that an activation takes to the next stage: of each pair of ranks the median of the
+    reported steps, of the pairs the slowest. Edges that nobody waited for are left out."""
     stage = {report["rank"]: report["stage"] for report in reports}
     sent: dict[tuple[int, int], list[list[list[Any]]]] = {}
     came: dict[tuple[int, int], list[list[list[Any]]]] = {}
     for report in reports:
-        for way, steps in report["messages"].items():
-            source, _, to = way.rpartition(" ")[2].partition(">")
+        for direction, steps in report["messages"].items():
+            source, _, to = direction.rpartition(" ")[2].partition(">")
             (sent if int(source) == report["rank"] else came)[int(source), int(to)] = steps
-    found: dict[int, float] = {}
-    for one, two in sent:
-        if stage.get(two) != stage[one] + 1:
+    edge_s: dict[int, float] = {}
+    for sender, receiver in sent:
+        if stage.get(receiver) != stage[sender] + 1:
             continue
-        steps = (known.get(pair, []) for pair in ((one, two), (two, one)) for known in (sent, came))
-        each = [_of_step(*step) for step in zip(*steps)]
-        if known := [seconds for seconds in each if seconds is not None]:
-            found[stage[one]] = max(found.get(stage[one], 0.0), statistics.median(known))
-    return found
+        pairs = (sender, receiver), (receiver, sender)
+        steps = (messages.get(pair, []) for pair in pairs for messages in (sent, came))
+        by_step = [_of_step(*step) for step in zip(*steps)]
+        if waited := [seconds for seconds in by_step if seconds is not None]:
+            edge_s[stage[sender]] = max(edge_s.get(stage[sender], 0.0), statistics.median(waited))
+    return edge_s
 
 
 def _of_step(sent: list[Any], came: list[Any], sent_back: list[Any], came_back: list[Any]) -> float | None:
-    ways = [(dict(ours), {index: (*times,) for index, *times in theirs})
-            for ours, theirs in ((sent, came), (sent_back, came_back))]
-    return edge_of(*ways)
+    directions = [(dict(ours), {index: (*times,) for index, *times in theirs})
+                  for ours, theirs in ((sent, came), (sent_back, came_back))]
+    return edge_of(*directions)

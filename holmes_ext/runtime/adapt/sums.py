@@ -37,11 +37,11 @@ class SumWindow:
     def step(self, done: Sequence[Op], spans: Sequence[tuple[str, float, float]],
              reduction: dict[str, Any] | None) -> bool:
         """Whether it counts: not one in which a round of clusters that are apart came to its end."""
-        ways = [(ranks, one) for ranks, one in self.current.reductions.items() if one.follows]
+        follow = [(ranks, record) for ranks, record in self.current.reductions.items() if record.follows]
         launched = [end for kind, _, end in spans if kind == LAST_BUCKET]
-        if not ways or (reduction is None and not launched):
+        if not follow or (reduction is None and not launched):
             return True
-        ranks, self._done = max(ways, key=lambda pair: pair[1].bytes)
+        ranks, self._done = max(follow, key=lambda pair: pair[1].bytes)
         flat = [op for op in done if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"]
         least = SMALL * max((op.payload for op in flat), default=0)
         ops = [op for op in flat if op.payload >= least]
@@ -72,7 +72,7 @@ class SumWindow:
             "way": asdict(self._done.planned), "bytes": self._done.bytes,
             "why_not_apart": self._done.why_not_apart, "round_s": self._done.round_s,
             "seconds": statistics.median(seconds), "exposed": statistics.median(exposed),
-            "busy": {name: statistics.median(one.get(name, 0.0) for one in busy) for name in busy[-1]},
+            "busy": {name: statistics.median(step.get(name, 0.0) for step in busy) for name in busy[-1]},
         }
 
 

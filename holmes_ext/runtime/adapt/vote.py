@@ -100,8 +100,8 @@ class Vote:
         ends."""
         self._put(number, "figures", figures)
         if self.rank == 0:
-            told = self._all(number, "figures")
-            proposal = propose([json.loads(one) for one in told])
+            answers = self._all(number, "figures")
+            proposal = propose([json.loads(answer) for answer in answers])
             self.store.set(self._key(number, "proposal"), json.dumps(proposal))
             self._tidy(number)
         else:
@@ -115,8 +115,8 @@ class Vote:
         if self.store.add(self._key(number, "votes"), 1) == self.world:
             return self.set_verdict(self.store, number, TAKE)
         until = time.monotonic() + (inf if self.rank else self.patience_s)
-        told = self._await(self._key(number, "verdict"), until)
-        return told.decode() or self.set_verdict(self.store, number, KEEP)
+        verdict = self._await(self._key(number, "verdict"), until)
+        return verdict.decode() or self.set_verdict(self.store, number, KEEP)
 
     def set_verdict(self, store: Any, number: int, wanted: str) -> str:
         """The verdict of the round: `wanted`, or what somebody has set before."""
@@ -138,8 +138,8 @@ class Vote:
         """What stands under `key` as soon as it does; empty where nothing does at `until`."""
         while not self.stopped.is_set():
             left = until - time.monotonic()
-            if (found := awaited(self.store, key, min(_WAIT_S, max(left, 0.01)))) or left <= 0:
-                return found
+            if (value := awaited(self.store, key, min(_WAIT_S, max(left, 0.01)))) or left <= 0:
+                return value
         raise Stopped
 
     def _tidy(self, number: int) -> None:

@@ -90,25 +90,25 @@ class Window:
         self._messages(done)
 
     def _messages(self, done: Sequence[Op]) -> None:
-        """By direction those of each micro-batch, as one."""
-        ways: dict[str, list[Op]] = {}
+        """Keep them by direction; all those of a micro-batch count as one message."""
+        by_direction: dict[str, list[Op]] = {}
         for op in done:
             if op.peer in self.stage.neighbours:
                 ends = (self.recorder.rank, op.peer) if op.name == "send" else (op.peer, self.recorder.rank)
-                ways.setdefault(f"{op.group.name} {ends[0]}>{ends[1]}", []).append(op)
-        for way, ops in ways.items():
+                by_direction.setdefault(f"{op.group.name} {ends[0]}>{ends[1]}", []).append(op)
+        for direction, ops in by_direction.items():
             ops.sort(key=lambda op: op.number)
-            each, left = divmod(len(ops), self.stage.micro_batches)
-            if left or not each:
+            per_batch, left = divmod(len(ops), self.stage.micro_batches)
+            if left or not per_batch:
                 continue
-            parts = [ops[start : start + each] for start in range(0, len(ops), each)]
+            parts = [ops[start : start + per_batch] for start in range(0, len(ops), per_batch)]
             if ops[0].name == "send":
-                found = [[index, part[0].start] for index, part in enumerate(parts)]
+                messages = [[index, part[0].start] for index, part in enumerate(parts)]
             else:
                 self.activation_bytes = sum(op.payload for op in parts[0])
-                found = [[index, part[0].start, part[-1].end, sum(op.waited for op in part) > WAITED_S]
-                         for index, part in enumerate(parts)]
-            self.messages.setdefault(way, []).append(found)
+                messages = [[index, part[0].start, part[-1].end, sum(op.waited for op in part) > WAITED_S]
+                            for index, part in enumerate(parts)]
+            self.messages.setdefault(direction, []).append(messages)
 
     def _memory(self) -> list[float]:
         """Bytes that do not depend on the micro-batches in flight, that each of them keeps, and that there
@@ -127,19 +127,20 @@ class Window:
     def report(self) -> dict[str, Any]:
         """As runtime/measure/profile_file.py merges them; without passes where none was seen, or nobody
         tells what blocks they pass."""
-        own = self.stage
+        stage, blocks = self.stage, self.stage.blocks
         common: dict[str, Any] = {
-            "rank": self.recorder.rank, "stage": own.stage,
+            "rank": self.recorder.rank, "stage": stage.stage,
             "totals": {kind: statistics.median(values) for kind, values in self.totals.items()},
         }
-        if not (own.blocks and self.passes.get("forward") and self.passes.get("backward")):
+        if not (blocks and self.passes.get("forward") and self.passes.get("backward")):
             return common
         size, seconds = max(self.reduced, default=(0.0, 0.0))
         return {
-            **common, "framework": own.framework, "tensor": own.tensor, "micro_batches": own.micro_batches,
+            **common, "framework": stage.framework, "tensor": stage.tensor,
+            "micro_batches": stage.micro_batches,
             "activation_bytes": self.activation_bytes, "steps": len(self.totals["step"]),
-            "gradient_bytes": [[label, size] for label, size in own.gradient_bytes.items()],
-            **{kind: [[block, statistics.median(self.passes[kind]) / len(own.blocks)] for block in own.blocks]
+            "gradient_bytes": [[label, size] for label, size in stage.gradient_bytes.items()],
+            **{kind: [[block, statistics.median(self.passes[kind]) / len(blocks)] for block in blocks]
                for kind in ("forward", "backward")},
             "reduction": [seconds / size if size else 0.0, 0.0],
             "messages": self.messages, "memory": self._memory(),

@@ -70,15 +70,15 @@ def nccl_errors() -> list[tuple[list[int], str]]:
     import torch
     import torch.distributed as dist
 
-    found: list[tuple[list[int], str]] = []
+    errors: list[tuple[list[int], str]] = []
     cuda = torch.device("cuda")
     for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else ():
         if cuda not in getattr(group, "_device_types", ()):
             continue
-        ask = getattr(group._get_backend(cuda), "get_error", None)
-        if ask is not None and (error := ask().name) != "SUCCESS":
-            found.append((group_ranks(group), error))
-    return found
+        get_error = getattr(group._get_backend(cuda), "get_error", None)
+        if get_error is not None and (error := get_error().name) != "SUCCESS":
+            errors.append((group_ranks(group), error))
+    return errors
 
 
 def network_api_of(backend: str) -> str:

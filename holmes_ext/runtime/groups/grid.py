@@ -44,12 +44,13 @@ def advice(current: Session, sizes: Sizes, instances: int = 1) -> str:
     if not here or (current.plan.sizes == sizes and instances == 1):
         return ""
     site = replace(current.site, fabrics=current.plan.fabrics)
-    ways = {f"with --holmes-sizes {say(sizes).replace(' ', '')}": sizes, "without --holmes-sizes": None}
-    found = {way: straddling(build_plan(site, given), sizes, instances) for way, given in ways.items()}
-    way = min(found, key=lambda way: sum(found[way].values()))
-    avoidable = {kind: less for kind, count in here.items() if (less := count - found[way].get(kind, 0)) > 0}
+    starts = {f"with --holmes-sizes {say(sizes).replace(' ', '')}": sizes, "without --holmes-sizes": None}
+    counts = {start: straddling(build_plan(site, named), sizes, instances) for start, named in starts.items()}
+    best = min(counts, key=lambda start: sum(counts[start].values()))
+    avoidable = {kind: less for kind, count in here.items()
+                 if (less := count - counts[best].get(kind, 0)) > 0}
     which = " and" if avoidable == here else f", {_counts(avoidable)}"
-    way_out = f"{which} need not: start {way}" if avoidable else ""
+    way_out = f"{which} need not: start {best}" if avoidable else ""
     return f"{_counts(here)} straddle clusters (on ethernet){way_out}"
 
 

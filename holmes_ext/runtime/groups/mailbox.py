@@ -53,20 +53,22 @@ def of_pairs(pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, i
     groups = {}
     for pair in sorted(pairs):
         if rank in pair:
-            first = rank == pair[0]
-            made = [pair_group(pair, f"pipeline {what}", pipeline) for what in ("activations", "gradients")]
-            groups[pair[first], "send"], groups[pair[first], "recv"] = made if first else reversed(made)
+            earlier = rank == pair[0]
+            neighbour = pair[1] if earlier else pair[0]
+            both = [pair_group(pair, f"pipeline {what}", pipeline) for what in ("activations", "gradients")]
+            groups[neighbour, "send"], groups[neighbour, "recv"] = both if earlier else reversed(both)
     return Mailbox(groups, {peer: (stages[rank], stages[peer]) for peer, _ in groups})
 
 
 class Mailbox:
-    """groups: (neighbour, "send" or "recv") -> process group; ends: neighbour -> (own stage, its stage);
+    """groups: (neighbour, "send" or "recv") -> process group; ends: neighbour -> (my stage, its stage);
     wire_to: how tensors travel there. A message's form is that of what travels."""
 
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
         self._groups, self._ends = groups, ends
         #: neighbour -> 1 for the next stage's, -1 for that of the stage before.
-        self.neighbours = {peer: other - own for peer, (own, other) in ends.items() if abs(other - own) == 1}
+        steps = {peer: its_stage - my_stage for peer, (my_stage, its_stage) in ends.items()}
+        self.neighbours = {peer: step for peer, step in steps.items() if abs(step) == 1}
         self._announced: dict[int, Sequence[Form]] = {}  # of each micro-batch, to a neighbour
         self._checked: Counter[int] = Counter()  # messages to a neighbour in this step
         self.wire_to: Callable[[int], Wire] = lambda peer: PLAIN
@@ -102,8 +104,8 @@ class Mailbox:
         for peer, forms in self._seen.items():
             of_each = forms[: len(forms) // micro_batches]
             if forms != of_each * micro_batches:
-                own, other = self._ends[peer]
-                edge = f"pipeline edge from stage {other} to stage {own}: rank {peer}"
+                my_stage, its_stage = self._ends[peer]
+                edge = f"pipeline edge from stage {its_stage} to stage {my_stage}: rank {peer}"
                 advice = "--holmes-inflight off leaves sending to the engine"
                 raise HolmesError(f"{edge} does not send the same of each micro-batch; {advice}")
             self.expect(of_each, peer)
@@ -138,8 +140,8 @@ class Mailbox:
     @property
     def by_peer(self) -> dict[int, Any]:
         """One group for both directions, the same at both ends: that of activations."""
-        direction = {peer: "send" if own < other else "recv" for peer, (own, other) in self._ends.items()}
-        return {peer: self._groups[peer, sent] for peer, sent in direction.items()}
+        return {peer: self._groups[peer, "send" if my_stage < its_stage else "recv"]
+                for peer, (my_stage, its_stage) in self._ends.items()}
 
     def _check(self, tensor: Any, peer: int) -> None:
         """HolmesError where a tensor is not as announced: gloo would leave half a message in the receiver's
@@ -149,11 +151,11 @@ class Mailbox:
         micro_batch, place = divmod(self._checked[peer], len(forms))
         self._checked[peer] += 1
         if forms[place] != form_of(tensor):
-            own, other = self._ends[peer]
-            told = f"pipeline edge from stage {own} to stage {other} (to rank {peer}): micro-batch"
+            my_stage, its_stage = self._ends[peer]
+            edge = f"pipeline edge from stage {my_stage} to stage {its_stage} (to rank {peer}): micro-batch"
             said, now = (f"{shape} {dtype}" for shape, dtype in (forms[place], form_of(tensor)))
             advice = "give all micro-batches the same shape (pad them, leave out a shorter last one)"
-            raise HolmesError(f"{told} {micro_batch} is {now}, announced was {said}; {advice}")
+            raise HolmesError(f"{edge} {micro_batch} is {now}, expected {said}; {advice}")
 
     def send(self, tensor: Any, peer: int) -> None:
         import torch.distributed as dist
@@ -181,11 +183,11 @@ class Mailbox:
         buffer, work = self._posted[peer].popleft()
         part, finish = self.wire_to(peer).incoming(tensor)
         if form_of(buffer) != form_of(part):
-            own, other = self._ends[peer]
-            edge = f"pipeline edge from stage {other} to stage {own}: a message of rank {peer}"
+            my_stage, its_stage = self._ends[peer]
+            edge = f"pipeline edge from stage {its_stage} to stage {my_stage}: a message of rank {peer}"
             said, now = (f"{shape} {dtype}" for shape, dtype in map(form_of, (buffer, part)))
             advice = "--holmes-inflight off leaves sending to the engine"
-            raise HolmesError(f"{edge} was {said} in every step and is to be {now} now; {advice}")
+            raise HolmesError(f"{edge} was {said} in every step so far, but is {now} now; {advice}")
         with self._naming(peer):
             work.wait()
         part.copy_(buffer)
@@ -218,8 +220,8 @@ class Mailbox:
         try:
             yield
         except RuntimeError as error:
-            own, other = self._ends[peer]
-            edge = f"pipeline edge from stage {other} (rank {peer}) to stage {own}"
+            my_stage, its_stage = self._ends[peer]
+            edge = f"pipeline edge from stage {its_stage} (rank {peer}) to stage {my_stage}"
             raise HolmesError(failure.broken(edge, str(error)).removeprefix(failure.INPUT)) from error
 
     def _post(self, peer: int, micro_batches: int) -> None:

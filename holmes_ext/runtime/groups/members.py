@@ -49,10 +49,10 @@ def _by_members_alone(name: str) -> Iterator[None]:
 
     c10d: Any = distributed_c10d
     world: Any = dist.group.WORLD
-    own, device = c10d._process_group_name, world.bound_device_id
+    torch_naming, device = c10d._process_group_name, world.bound_device_id
     c10d._process_group_name = lambda ranks, use_hashed_name: name
     world.bound_device_id = None
     try:
         yield
     finally:
-        c10d._process_group_name, world.bound_device_id = own, device
+        c10d._process_group_name, world.bound_device_id = torch_naming, device

@@ -95,21 +95,21 @@ class ReceiveOrder:
     busy_s: tuple[float, ...] = ()
     free: bool = False
 
-    def early(self, own: int, other: int, micro_batches: int) -> Early:
-        """On stage `own`, for messages of its neighbour `other`; micro_batches: of a step."""
-        first = min(own, other)
+    def early(self, stage: int, neighbour: int, micro_batches: int) -> Early:
+        """On `stage`, for messages of its neighbour (a stage, too); micro_batches: of a step."""
+        first = min(stage, neighbour)
         ahead, behind = (min(held, micro_batches) for held in self.in_flight[first : first + 2])
         longer = (self.busy_s[first + 1] - self.busy_s[first]) / max(self.busy_s) if self.busy_s else 0.0
         room = ahead - behind
         if self.free:
-            return Early(room, behind if own == first else None)
+            return Early(room, behind if stage == first else None)
         lead = behind + min(max(floor((room + longer) / 2 + 0.5), 0), room)
-        return Early(ahead - lead, lead) if own == first else Early(lead - behind)
+        return Early(ahead - lead, lead) if stage == first else Early(lead - behind)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """The passes of a stage."""
-        each = passes(stage, len(self.in_flight), micro_batches, in_flight=self.in_flight[stage])
-        return [(kind, number) for kind, number, _ in each]
+        scheduled = passes(stage, len(self.in_flight), micro_batches, in_flight=self.in_flight[stage])
+        return [(kind, number) for kind, number, _ in scheduled]
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ class ListedOrder:
     schedule: PassOrder
     in_flight: tuple[int, ...] = ()
 
-    def early(self, own: int, other: int, micro_batches: int) -> ListedEarly:
+    def early(self, stage: int, neighbour: int, micro_batches: int) -> ListedEarly:
         """As ReceiveOrder's."""
-        of_activations, of_gradients = self.schedule.posted(min(own, other))
-        if own < other:
+        of_activations, of_gradients = self.schedule.posted(min(stage, neighbour))
+        if stage < neighbour:
             return ListedEarly(of_gradients)
-        return ListedEarly(of_activations, before(self.order(own, micro_batches), "BI", "F"))
+        return ListedEarly(of_activations, before(self.order(stage, micro_batches), "BI", "F"))
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """As ReceiveOrder's."""
@@ -136,11 +136,11 @@ Flight = ReceiveOrder | ListedOrder
 
 def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
     """A plan's, for groups of `network_api`. HolmesError: as flight_of's."""
-    found = PassOrder.parse(texts)
-    if network_api == VERBS and not found.leads:
+    order = PassOrder.parse(texts)
+    if network_api == VERBS and not order.leads:
         raise HolmesError("the plan's passes do not say when gradients' receives are posted (g0, g1 ...), "
                           "which NCCL needs; make the plan again")
-    return found
+    return order
 
 
 def flight_of(plan: Plan, network_api: str) -> Flight | None:

@@ -101,9 +101,9 @@ def settings_of(group: Any) -> Any:
     """Fresh, with the NCCL group's settings, for a group of its own network and members."""
     from torch.distributed import ProcessGroupNCCL
 
-    fresh, own = ProcessGroupNCCL.Options(), options_of(group)
-    _copy_settings(own.config, fresh.config, skip=_OF_ONE_NETWORK)
-    fresh.is_high_priority_stream = own.is_high_priority_stream
+    fresh, options = ProcessGroupNCCL.Options(), options_of(group)
+    _copy_settings(options.config, fresh.config, skip=_OF_ONE_NETWORK)
+    fresh.is_high_priority_stream = options.is_high_priority_stream
     return fresh
 
 

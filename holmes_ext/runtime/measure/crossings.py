@@ -43,14 +43,14 @@ _Cluster = Sequence[int]
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `count` clusters, those of a round without a common one (the circle method)."""
+    """All pairs of `count` clusters, by round: none is in two pairs of a round (the circle method)."""
     circle: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    found = []
+    schedule = []
     for _ in range(len(circle) - 1):
         pairs = [(circle[place], circle[-1 - place]) for place in range(len(circle) // 2)]
-        found.append(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None))
+        schedule.append(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None))
         circle.insert(1, circle.pop())
-    return found
+    return schedule
 
 
 def is_flat(site: Site, pairs: Sequence[MeasuredPair]) -> bool:
@@ -67,14 +67,14 @@ def streams_of(nodes: int) -> int:
     return max(1, STREAMS // max(1, nodes))
 
 
-def stated_bps(site: Site, one: str, two: str, nodes: int) -> float:
-    """What the file says that `nodes` nodes of cluster `one` together get to `two`."""
+def stated_bps(site: Site, source: str, target: str, nodes: int) -> float:
+    """What the file says that `nodes` nodes of cluster `source` together get to `target`."""
     nics = nodes * site.fabric_by_name[ETHERNET].rate_bps
-    return min([nics, *(hop.rate_bps for hop in site.wan.hops(one, two))])
+    return min([nics, *(hop.rate_bps for hop in site.wan.hops(source, target))])
 
 
 def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -> tuple[MeasuredPair, ...]:
-    """Every pair of clusters, alike on all ranks (all call it); () with one. OSError: no answer."""
+    """Every pair of clusters, alike on all ranks (all call it); () for one cluster. OSError: no answer."""
     import torch.distributed as dist
 
     site, plan = session.site, session.plan
@@ -88,26 +88,26 @@ def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -
     server.settimeout(PATIENCE_S)
     addresses: list = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, server.getsockname()[:2])
-    found, own = [], []
+    measured, my_results = [], []
     for number, pairs in enumerate(schedule := rounds(len(clusters)), start=1):
         listed = ", ".join(f"{site.clusters[a]}-{site.clusters[b]}" for a, b in pairs)
         tell(f"round {number} of {len(schedule)} between the clusters: {listed}")
-        mine = next(((clusters[a], clusters[b]) for a, b in pairs if rank in (*clusters[a], *clusters[b])),
-                    None)
-        own.append(_pair(rank, mine, server, addresses, dist.barrier))
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+        sides = next(((clusters[a], clusters[b]) for a, b in pairs if rank in (*clusters[a], *clusters[b])),
+                     None)
+        my_results.append(_pair(rank, sides, server, addresses, dist.barrier))
+    all_results: list = [None] * dist.get_world_size()
+    dist.all_gather_object(all_results, my_results)
     for number, pairs in enumerate(schedule):
         for a, b in pairs:
             ends = list(zip(clusters[a], clusters[b]))[:MOST_NODES]
-            trip, stream, _ = everyone[ends[0][0]][number]
-            together = _median([everyone[sender][number][2] for sender, _ in ends])
+            trip, stream, _ = all_results[ends[0][0]][number]
+            together = _median([all_results[sender][number][2] for sender, _ in ends])
             names = site.clusters[a], site.clusters[b]
             if together >= PROGRAM_BPS * len(ends) * streams_of(len(ends)):
                 together = max(together, stated_bps(site, *names, len(ends)))
-            found.append(MeasuredPair(names, round(together), trip / 2, round(stream)))
+            measured.append(MeasuredPair(names, round(together), trip / 2, round(stream)))
     server.close()
-    return tuple(sorted(found, key=lambda pair: [site.clusters.index(name) for name in pair.clusters]))
+    return tuple(sorted(measured, key=lambda pair: [site.clusters.index(name) for name in pair.clusters]))
 
 
 def _pair(rank: int, sides: tuple[_Cluster, _Cluster] | None, server: socket.socket, addresses: Sequence[Any],
@@ -181,7 +181,7 @@ def _flood(address: tuple[str, int], streams: int, trip: float) -> _Rates:
 
 def _serve(server: socket.socket, streams: int) -> None:
     connections = [server.accept()[0] for _ in range(streams)]
-    _together([partial(_answer, own) for own in connections])
+    _together([partial(_answer, connection) for connection in connections])
 
 
 def _answer(connection: socket.socket) -> None:

@@ -104,7 +104,7 @@ class OnDevice:
         return op.seen_over > 0 or (op.ended is not None and self._clock.over(op.ended))
 
     def _end(self, op: Op, last: Op) -> None:
-        """`last`, the same or a later one, is over."""
+        """End `op`: `last`, the same operation or a later one, is over."""
         clock, ops = self._clock, (*op.block, op)
         began = ops[0].began
         assert began is not None
@@ -118,9 +118,9 @@ class OnDevice:
         op.group.last_end = end
         ran = [(began, op.ended)] if op.work is None and op.ended is not None else op.waits
         op.waited = sum(clock.stood_still(*pair) for pair in ran)
-        marks = [one.began for one in ops] + [mark for pair in op.waits for mark in pair]
+        marks = [member.began for member in ops] + [mark for pair in op.waits for mark in pair]
         clock.give_back(*marks, op.ended if op.work is None else None)
         op.ended, op.waits = None, []
-        for one in ops:
-            one.start, one.began = start, None
+        for member in ops:
+            member.start, member.began = start, None
         self._recorder.end(op, end)

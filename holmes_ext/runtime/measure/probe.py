@@ -35,32 +35,32 @@ _LARGEST_REDUCTION = 64 << 20
 def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
     """fabric -> first ranks of two nodes to measure between; Ethernet in one cluster unless it is flat."""
     site, plan = session.site, session.plan
-    found: dict[str, tuple[tuple[str, str], bool]] = {}
-    for one, two in itertools.combinations(plan.nodes, 2):
-        fabric = site.shared_fabric((one, two)).name
-        crossing = site.node_by_name[one].cluster != site.node_by_name[two].cluster
+    chosen: dict[str, tuple[tuple[str, str], bool]] = {}
+    for source, target in itertools.combinations(plan.nodes, 2):
+        fabric = site.shared_fabric((source, target)).name
+        crossing = site.node_by_name[source].cluster != site.node_by_name[target].cluster
         if fabric == ETHERNET and crossing and not flat:
             continue
-        if fabric not in found or (fabric == ETHERNET and crossing and not found[fabric][1]):
-            found[fabric] = (one, two), crossing
+        if fabric not in chosen or (fabric == ETHERNET and crossing and not chosen[fabric][1]):
+            chosen[fabric] = (source, target), crossing
     first = {node: index * plan.processes for index, node in enumerate(plan.nodes)}
-    return {fabric: (first[one], first[two]) for fabric, ((one, two), _) in found.items()}
+    return {fabric: (first[source], first[target]) for fabric, ((source, target), _) in chosen.items()}
 
 
 def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
     """fabric -> first rank of every node whose best it is; for Ethernet all nodes if it is flat between
     clusters, else one cluster's."""
     site, plan = session.site, session.plan
-    found: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     first_cluster: dict[str, str] = {}
     for index, node in enumerate(plan.nodes):
         fabric, cluster = site.shared_fabric((node,)).name, site.node_by_name[node].cluster
         if flat or fabric != ETHERNET or first_cluster.setdefault(fabric, cluster) == cluster:
-            found.setdefault(fabric, []).append(index * plan.processes)
+            members.setdefault(fabric, []).append(index * plan.processes)
     if flat:
-        found[site.shared_fabric(plan.nodes).name] = [index * plan.processes
-                                                      for index in range(len(plan.nodes))]
-    return {fabric: tuple(ranks) for fabric, ranks in found.items() if len(ranks) > 1}
+        members[site.shared_fabric(plan.nodes).name] = [index * plan.processes
+                                                        for index in range(len(plan.nodes))]
+    return {fabric: tuple(ranks) for fabric, ranks in members.items() if len(ranks) > 1}
 
 
 def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda text: None,
@@ -78,19 +78,19 @@ def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda
         for fabric, ranks in groups.items():
             group = dist.new_group(list(ranks))
             tell(f"{fabric}: {key} among {len(ranks)} ranks")
-            found: list[tuple[float, float]] = []
+            points: list[tuple[float, float]] = []
             if rank in ranks:
                 shares = len(ranks) if key == "ring" else 1
                 curve = _curve(run, [size * shares for size in sizes], ranks, group, device)
-                found = [(size / shares, seconds) for size, seconds in curve]
-            everyone: list = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, found)  # and a barrier: the others wait here
-            samples.setdefault(fabric, {})[key] = everyone[ranks[0]]
+                points = [(size / shares, seconds) for size, seconds in curve]
+            all_points: list = [None] * dist.get_world_size()
+            dist.all_gather_object(all_points, points)  # and a barrier: the others wait here
+            samples.setdefault(fabric, {})[key] = all_points[ranks[0]]
     dist.barrier()
     links = {}
     for fabric, curves in samples.items():
-        links[fabric] = MeasuredLink(**{key: fit(own, f"fabric {fabric}").points
-                                        for key, own in curves.items()})
+        links[fabric] = MeasuredLink(**{key: fit(sampled, f"fabric {fabric}").points
+                                        for key, sampled in curves.items()})
     return links
 
 
@@ -100,7 +100,7 @@ def _curve(run: Callable, sizes: list[int], ranks: tuple[int, ...], group,
     import torch
     import torch.distributed as dist
 
-    found: list[tuple[float, float]] = []
+    points: list[tuple[float, float]] = []
     for size in sizes:
         tensor = torch.zeros(max(1, size // 4), device=device)
         part = run(tensor, ranks, group)  # connects
@@ -112,24 +112,24 @@ def _curve(run: Callable, sizes: list[int], ranks: tuple[int, ...], group,
         median = torch.tensor([seconds], dtype=torch.float64 if device.type == "cpu" else torch.float32,
                               device=device)
         dist.broadcast(median, ranks[0], group=group)
-        found.append((float(size), float(median)))
-        if float(median) > LONGEST_S and len(found) > 1:
+        points.append((float(size), float(median)))
+        if float(median) > LONGEST_S and len(points) > 1:
             break
-    return found
+    return points
 
 
 def seconds_of(run: Callable[[], Any], times: int, device: Any) -> list[float]:
     """Of each of `times` calls; on a GPU until what they started has ended."""
     import torch
 
-    found = []
+    durations = []
     for _ in range(times):
         begin = time.perf_counter()
         run()
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        found.append(time.perf_counter() - begin)
-    return found
+        durations.append(time.perf_counter() - begin)
+    return durations
 
 
 def _there_and_back(tensor, ranks: tuple[int, ...], group) -> float:
@@ -157,12 +157,12 @@ def reduction(group: Any, size_bytes: int, device: Any) -> tuple[float, float]:
 
     if size_bytes <= 0 or dist.get_world_size(group) == 1:
         return 0.0, 0.0
-    found = []
+    timings = []
     for count in (large := max(4096, min(size_bytes, _LARGEST_REDUCTION)) // 4, large // 4):
         tensor = torch.zeros(count, device=device)
         times = seconds_of(lambda: dist.all_reduce(tensor, group=group), 4, device)  # noqa: B023
-        found.append((count * 4, statistics.median(times[1:])))  # the first one brings the ranks together
-    (big, long), (small, short) = found
+        timings.append((count * 4, statistics.median(times[1:])))  # the first one brings the ranks together
+    (big, long), (small, short) = timings
     per_byte = (long - short) / (big - small) if long > short else long / big
     return per_byte, max(0.0, long - per_byte * big)
 
@@ -176,9 +176,9 @@ def edge(stage: int, stages: int, size_bytes: int, device: Any, send: Callable, 
     for first in range(stages - 1):
         if stage not in (first, first + 1):
             continue
-        ways = (send, receive) if stage == first else (receive, send)
+        calls = (send, receive) if stage == first else (receive, send)
         other = first + 1 if stage == first else first
-        times = seconds_of(lambda: [way(tensor, other) for way in ways], 6, device)  # noqa: B023
+        times = seconds_of(lambda: [call(tensor, other) for call in calls], 6, device)  # noqa: B023
         if stage == first:
             result = statistics.median(times[1:]) / 2
     return result

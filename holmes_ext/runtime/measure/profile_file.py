@@ -26,26 +26,26 @@ _TOTALS = ("send", "receive", "reduce", "tied", "optimizer", "idle")
 
 
 def publish(
-    current: session.Session, profiler: Profiler, own: dict[str, Any], *, stages: int,
+    current: session.Session, profiler: Profiler, report: dict[str, Any], *, stages: int,
     gradient_bytes: dict[Label, float], group: Any, device: Any, send: Callable[[Any, int], Any],
     receive: Callable[[Any, int], Any],
 ) -> None:  # fmt: skip
-    """Time `group`'s reduction and the edges alone, and report; rank 0 writes the profile. own: "framework",
-    "stage" (of `stages`), "tensor" (size), "micro_batches", "activation_bytes"; send, receive: a tensor, a
-    stage; they block. Exits with 0 where the options say so (`holmes tune`)."""
-    own |= {
+    """Time `group`'s reduction and the edges alone, and report; rank 0 writes the profile. report: has
+    "framework", "stage" (of `stages`), "tensor" (size), "micro_batches", "activation_bytes"; send, receive:
+    take a tensor and a stage, and block. Exits with 0 where the options say so (`holmes tune`)."""
+    report |= {
         "steps": profiler.steps,
         "gradient_bytes": [[label, size] for label, size in gradient_bytes.items()],
-        "edge_s": probe.edge(own["stage"], stages, own["activation_bytes"], device, send, receive),
+        "edge_s": probe.edge(report["stage"], stages, report["activation_bytes"], device, send, receive),
         "reduction": probe.reduction(group, int(sum(gradient_bytes.values())), device),
         **profiler.medians(),
     }
     world, path, error = current.plan.world_size, current.options.profile_file, ""
     if world == 1:
-        write(current, [own], path)
+        write(current, [report], path)
     else:
         store, prefix = current.store, f"{current.round}/profile"
-        put_in(store, f"{prefix}/reports", json.dumps([current.rank, own]).encode(), 1, world)
+        put_in(store, f"{prefix}/reports", json.dumps([current.rank, report]).encode(), 1, world)
         if current.rank == 0:
             try:
                 write(current, _reports(store, prefix, world), path)
@@ -105,10 +105,10 @@ def merge(current: session.Session, reports: list[dict[str, Any]]) -> Profile:
 
 
 def _most(reports: list[dict[str, Any]], name: str) -> dict[Label, float]:
-    found: dict[Label, float] = {}
+    largest: dict[Label, float] = {}
     for report in reports:
-        found |= {label: max(value, found.get(label, 0.0)) for label, value in report[name]}
-    return found
+        largest |= {label: max(value, largest.get(label, 0.0)) for label, value in report[name]}
+    return largest
 
 
 def _stage(current: session.Session, ranks: list[int], reports: list[dict[str, Any]]) -> StageTimes:

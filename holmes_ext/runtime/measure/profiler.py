@@ -112,7 +112,7 @@ class Profiler:
 
     def _cut(self, kind: str, marks: list) -> dict[Label, float]:
         """Seconds of each layer in one pass, from the marks in it."""
-        found: dict[Label, float] = {}
+        by_layer: dict[Label, float] = {}
         labels = [label for label, _ in marks[1:-1]]
         if not labels:
             return {}
@@ -124,16 +124,16 @@ class Profiler:
             first = next(iter(self.passes["forward"]), labels[-1])
             owners = [*labels, first if first not in labels else labels[-1]]
         for owner, (_, a), (_, b) in zip(owners, marks, marks[1:]):
-            found[owner] = found.get(owner, 0.0) + self.seconds(a, b)
-        return found
+            by_layer[owner] = by_layer.get(owner, 0.0) + self.seconds(a, b)
+        return by_layer
 
     def medians(self) -> dict[str, Any]:
         """For JSON: layers as [label, seconds] pairs."""
         padded = {kind: values + [0.0] * (self.steps - len(values)) for kind, values in self.totals.items()}
         return {
             "totals": {kind: statistics.median(values) for kind, values in padded.items()},
-            **{kind: [[label, statistics.median(values)] for label, values in found.items()]
-               for kind, found in self.passes.items()},
+            **{kind: [[label, statistics.median(values)] for label, values in by_layer.items()]
+               for kind, by_layer in self.passes.items()},
         }  # fmt: skip
 
 

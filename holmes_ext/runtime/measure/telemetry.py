@@ -81,11 +81,11 @@ class Recorder:
 
     def group(self, process_group: Any) -> GroupTraffic:
         key = id(process_group)
-        found = self.groups.get(key)
-        if found is None:
-            found = self.groups[key] = GroupTraffic(process_group)
+        traffic = self.groups.get(key)
+        if traffic is None:
+            traffic = self.groups[key] = GroupTraffic(process_group)
             self._removed.append(weakref.ref(process_group, lambda _: self._group_gone(key)))
-        return found
+        return traffic
 
     def _group_gone(self, key: int) -> None:
         for op in self.groups.pop(key).on_device:
@@ -162,11 +162,11 @@ class Recorder:
         """It was over at `end`, and its block with it."""
         # the backend's thread and the program's may both see it: the second waits until it is noted
         with self._ending:
-            for one in (*op.block, op):
-                if not one.end:
-                    one.end = end
-                    if self.open.pop(id(one), None) is not None and self.keeps:
-                        self.done.append(one)
+            for member in (*op.block, op):
+                if not member.end:
+                    member.end = end
+                    if self.open.pop(id(member), None) is not None and self.keeps:
+                        self.done.append(member)
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
         """The program waits for the operation: wait()."""
@@ -272,16 +272,16 @@ def set_recorder(new: Recorder | None) -> None:
 @contextmanager
 def span(kind: str) -> Iterator[None]:
     """Around something of the program's own: "forward", "backward", "optimizer"."""
-    own = recorder
-    if own is None or not own.keeps:
+    active = recorder
+    if active is None or not active.keeps:
         yield
         return
-    begun, before = own.span_mark()
+    begun, before = active.span_mark()
     yield
-    ended, after = own.span_mark()
-    own.spans.append((kind, begun, ended))
+    ended, after = active.span_mark()
+    active.spans.append((kind, begun, ended))
     if kind == "forward":
-        own.kept_bytes = after - before
+        active.kept_bytes = after - before
 
 
 def learn_sizes(sizes: Sizes | None) -> None:
@@ -299,10 +299,10 @@ def reduction_done(times: Any, on_host: bool) -> None:
         recorder.step_done("reducer")
 
 
-def outer_round(told: dict[str, Any]) -> None:
+def outer_round(figures: dict[str, Any]) -> None:
     """Of a round with other jobs (runtime/outer)."""
     if recorder is not None and recorder.on_round is not None:
-        recorder.on_round({"outer": told})
+        recorder.on_round({"outer": figures})
 
 
 def step_done(tokens: int = 0) -> None:

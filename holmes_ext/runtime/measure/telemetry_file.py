@@ -120,8 +120,8 @@ class Writer:
                 count = os.write(self._file, data)
                 self.written, data = self.written + count, data[count:]
         except OSError as error:
-            told = f"telemetry of rank {self.recorder.rank} ends here ({error.strerror}); training goes on"
-            print(f"holmes: {self.path}: {told}", file=sys.stderr, flush=True)
+            message = f"telemetry of rank {self.recorder.rank} ends here ({error.strerror}); training goes on"
+            print(f"holmes: {self.path}: {message}", file=sys.stderr, flush=True)
             os.close(self._file)
             self._file = -1
 
@@ -152,10 +152,10 @@ class Writer:
         ]  # fmt: skip
 
     def between(self, done: list[Op]) -> list[list[Any]]:
-        """Of a step's line. Of a collective counts what goes to the group's next rank, if that is in another
-        cluster; its exposed seconds with the next other cluster."""
+        """The "between" of a step's line. A collective counts with what it sends to the group's next rank, if
+        that is in another cluster; its exposed seconds count for the next other cluster."""
         sums: dict[tuple[str, str], list[float]] = {}
-        own = self.cluster_of(self.recorder.rank)
+        cluster = self.cluster_of(self.recorder.rank)
         for op in done:
             if op.peer is not None and op.peer < 0:
                 continue  # from whoever sends first
@@ -165,11 +165,11 @@ class Writer:
                 ranks = op.group.ranks
                 at = ranks.index(self.recorder.rank) + 1
                 following = [self.cluster_of(rank) for rank in (*ranks[at:], *ranks[:at])]
-                other = next((name for name in following if name != own), own)
+                other = next((name for name in following if name != cluster), cluster)
                 sent = op.sent if following[0] == other else 0.0
-            if other != own:
+            if other != cluster:
                 received = op.peer is not None and not op.sent
-                total = sums.setdefault((other, own) if received else (own, other), [0.0, 0.0])
+                total = sums.setdefault((other, cluster) if received else (cluster, other), [0.0, 0.0])
                 total[:] = total[0] + sent, total[1] + op.waited
         return [[*pair, round(sent), round(waited, 7)] for pair, (sent, waited) in sorted(sums.items())]
 
@@ -193,9 +193,9 @@ def open_writer(
         **({"scale": scale} if scale != 1 else {}),
         "fabrics": {fabric.name: [fabric.kind, round(fabric.rate_bps * scale)] for fabric in site.fabrics},
         "between": [
-            [one, two, min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0) * scale,
+            [*pair, min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0) * scale,
              sum(hop.latency_s for hop in hops)]
-            for one, two in permutations(site.clusters, 2) if (hops := current.plan.wan.hops(one, two))
+            for pair in permutations(site.clusters, 2) if (hops := current.plan.wan.hops(*pair))
         ],
     }  # fmt: skip
 

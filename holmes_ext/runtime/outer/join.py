@@ -34,7 +34,7 @@ from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights, row_o
 from holmes_ext.runtime.sockets.handshake import Credentials
 from holmes_ext.words import some_of
 
-PARALLEL = "jobs can join whose weights are replicated, or sharded, over whole data-parallel groups"
+PARALLEL = "a job can join if its weights are replicated or sharded over whole data-parallel groups"
 #: Of the job's own control group: rounds have deadlines of their own, and a rank that dies closes its
 #: connections.
 _CONTROL = timedelta(days=1)

@@ -91,8 +91,8 @@ class OuterLoop:
         """The pseudo-gradient of the next fragment: its anchor minus what it is now."""
         if self.weights.moved():
             raise HolmesError(
-                f"step {self.steps}: the script or framework has given the weights other memory since the"
-                              f" first step; a joined job's weights must stay where they are")  # fmt: skip
+                f"step {self.steps}: the script or framework has reallocated the weights since the first"
+                              f" step; a joined job's weights must stay in place")  # fmt: skip
         self.number += 1
         index = (self.number - 1) % len(self.state.fragments)
         fragment = self.state.fragments[index]

@@ -103,7 +103,7 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     global _job
     apart = apart_settings(options)
     if apart is not None and (options.join or options.adapt != "on"):
-        raise HolmesError("--holmes-apart goes with --holmes-adapt on, and not with --holmes-join")
+        raise HolmesError("--holmes-apart needs --holmes-adapt on, and cannot be combined with --holmes-join")
     if not options.join:
         if options.outer and apart is None:
             raise HolmesError("--holmes-outer says how joined jobs update each other; give --holmes-join "
@@ -116,7 +116,7 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     atexit.register(end)
     often = f"{settings.every} steps" if settings.every else f"{settings.seconds:g} s"
     where = address_text(address.host, address.port)
-    how = f"every {often} in {settings.fragments} fragments, {settings.delay} steps to hide each"
+    how = f"every {often} in {settings.fragments} fragments, each hidden behind {settings.delay} steps"
     line = (f"job {address.job} joins others at {where}: {settings.algorithm}, {how}, {settings.compress}; "
             f"{privacy}")
     return [line, *filter(None, [warning_of(token)])]
@@ -126,8 +126,8 @@ def _privacy(options: Options, address: JoinAddress) -> str:
     """What others on the way can read. HolmesError where it cannot be as the options say."""
     if options.join_plain == "on":
         return (
-            "NOT encrypted (--holmes-join-plain): whoever is on the way can read the weights; changes are "
-            "noticed")
+            "NOT encrypted (--holmes-join-plain): anyone on the path can read the weights; changes are "
+            "detected")
     if bool(options.join_certificate) != bool(options.join_ca):
         raise HolmesError("--holmes-join-certificate and --holmes-join-ca: give both, or none")
     made_here = not options.join_certificate and not is_loopback(address.host)
@@ -241,7 +241,7 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     if not job.shared:
         k, parts = job.settings.data_part
         what = f"part={k}/{parts}: no sampler that is known was made" if parts > 1 else "no part=k/K is given"
-        _say(loop, f"{what}; that jobs read different data is the script's part")
+        _say(loop, f"{what}; the script must make jobs read different data")
     _say(loop, f"job {job.address.job} is in the run: {begun}; {loop.state.host_bytes / 1e6:.1f} MB of outer "
                f"state on each host's rank 0")  # fmt: skip
 

@@ -190,7 +190,8 @@ class Apart:
         assert self.settings is not None
         self.rounds, self._ends = ApartRounds(self.weights, total, ranks, self.settings), False
         if flat is not None:
-            _average([one.anchor for one in self.rounds.fragments], self.weights[0].device, flat, sum(ranks))
+            anchors = [fragment.anchor for fragment in self.rounds.fragments]
+            _average(anchors, self.weights[0].device, flat, sum(ranks))
 
     def end(self) -> None:
         """From this step on gradients are everybody's."""
@@ -219,13 +220,13 @@ _optimizers: list[weakref.ref[Any]] = []
 
 
 def _known() -> list[Any]:
-    return [optimizer for one in _optimizers if (optimizer := one()) is not None]
+    return [optimizer for reference in _optimizers if (optimizer := reference()) is not None]
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
-    """One of torch.distributed's own keeps or sends weights in its own way."""
-    own = type(optimizer).__module__.startswith("torch.distributed")
-    if not own and not any(optimizer is known for known in _known()):
+    """Remember it, unless it is one of torch.distributed's, which keep or send weights in their own way."""
+    of_distributed = type(optimizer).__module__.startswith("torch.distributed")
+    if not of_distributed and not any(optimizer is known for known in _known()):
         _optimizers.append(weakref.ref(optimizer))
 
 

@@ -113,11 +113,12 @@ class DirectExchange:
     def post(self, works: list[Any], start: Any, part: torch.Tensor, peer: int, tag: int) -> None:
         """isend or irecv of a part, if not empty, over its direction's group; large ones over all streams."""
         count = len(self._groups) if part.nbytes >= len(self._groups) * STREAM_BYTES else 1
-        for (up, down), own in zip(self._groups, part.tensor_split(count) if part.numel() else ()):
+        for (up, down), share in zip(self._groups, part.tensor_split(count) if part.numel() else ()):
             sends = start is dist.isend
             if sends:
-                self._sent[tag] += own.nbytes
-            works.append((start(own, peer, group=up if sends == (peer > self._rank) else down, tag=tag), own))
+                self._sent[tag] += share.nbytes
+            group = up if sends == (peer > self._rank) else down
+            works.append((start(share, peer, group=group, tag=tag), share))
 
 
 def _wait(works: Sequence[Any]) -> None:

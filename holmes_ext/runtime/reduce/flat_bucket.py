@@ -57,8 +57,8 @@ def named_parameters(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Para
 def fill_buckets(items: Sequence[Item], order: Sequence[int],
                  limit_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Indices into `items`, in `order`, cut as plan/cost/buckets.py says."""
-    found = cut([items[index].bytes for index in order], limit_bytes, [items[index].key for index in order])
-    return tuple(tuple(order[place] for place in bucket) for bucket in found)
+    buckets = cut([items[index].bytes for index in order], limit_bytes, [items[index].key for index in order])
+    return tuple(tuple(order[place] for place in bucket) for bucket in buckets)
 
 
 def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:

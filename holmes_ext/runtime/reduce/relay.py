@@ -48,12 +48,12 @@ def rounds(across: CrossClusterAlgorithm, names: Sequence[str], me: str) -> list
         return [up, Round(((number[parent], 0, _DOWN, False),), down)] if parent else [up]
     count, place = len(across.order), across.order.index(me)
     before, after = number[across.order[place - 1]], number[across.order[(place + 1) % count]]
-    found = [Round((), ((after, place, _UP),))]
+    ring = [Round((), ((after, place, _UP),))]
     for turn in range(1, 2 * count - 1):
         part, goes_on = (place - turn) % count, turn < 2 * count - 2
         take = before, part, _UP + turn - 1, turn < count
-        found.append(Round((take,), ((after, part, _UP + turn),) if goes_on else ()))
-    return found
+        ring.append(Round((take,), ((after, part, _UP + turn),) if goes_on else ()))
+    return ring
 
 
 @dataclass
@@ -77,9 +77,9 @@ class Relay:
         """Posts the receives of a chunk. owned: this rank's pieces, in `parts` parts, an owner per
         cluster."""
         arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]] = [[] for _ in self.rounds]
-        for turn, one in enumerate(self.rounds):
+        for turn, step in enumerate(self.rounds):
             for parts, owners in owned:
-                for cluster, number, tag, added in one.takes:
+                for cluster, number, tag, added in step.takes:
                     mine = parts[number]
                     wire = torch.empty_like(mine) if added else mine
                     works: list[Any] = []

@@ -11,7 +11,7 @@ all of them are waited for before the copy, and no compute stream waits for anot
 
 Lifetimes: what is allocated here is freed after finish(), whose stream has waited for the reduction; the next
 step's first use of that memory comes after armed(), so after all that read it. (Run on emulated GPUs, where
-torch's CUDA sanitizer reports no race, never on a physical one; the order also with recording streams,
+torch's CUDA sanitizer reports no race, and on an H100; the order also with recording streams,
 tests/runtime/reduce/test_side_stream.py.)
 """
 

@@ -26,9 +26,9 @@ from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 _ONE_QUEUE = (
-    "CUDA_DEVICE_MAX_CONNECTIONS=1: the steps of a two-level reduction wait for each other in the one "
-    "hardware queue, so they run between the backward pass's kernels, not beside them; set 8 or more where "
-    "the framework allows it"
+    "CUDA_DEVICE_MAX_CONNECTIONS=1: the steps of a two-level reduction share one hardware queue with the "
+    "backward pass, so they run between its kernels and do not overlap them; set 8 or more where the "
+    "framework allows it"
 )
 TwoLevel = TwoLevelAllReduce | TwoLevelCollectives
 

@@ -62,12 +62,12 @@ def _tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     current, network_api = session.active(), network_api_of(backend_of(group, device_type))
     if current is None or not network_api:
         return None
-    plan, own = current.plan_for(sizes), set(dist.get_process_group_ranks(group))
+    plan, members = current.plan_for(sizes), set(dist.get_process_group_ranks(group))
     reduction = plan.traffic_of(network_api).tied
-    alike = [ranks for ranks in tied_sums(sizes) if own <= set(ranks)]
-    if reduction is None or len(own) != 2 or len(alike) != 1:
+    candidates = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
+    if reduction is None or len(members) != 2 or len(candidates) != 1:
         return None
-    if set(reduction.clusters) != set(plan.by_cluster(own)):
+    if set(reduction.clusters) != set(plan.by_cluster(members)):
         return None
-    all_reduce = two_level_of(alike[0], reduction, network_api, "embedding")
-    return TiedSum(alike[0], all_reduce, reduction.two_level_from) if all_reduce is not None else None
+    all_reduce = two_level_of(candidates[0], reduction, network_api, "embedding")
+    return TiedSum(candidates[0], all_reduce, reduction.two_level_from) if all_reduce is not None else None

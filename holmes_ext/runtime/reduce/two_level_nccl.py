@@ -14,8 +14,8 @@ one stream and used on another. What is left of the last chunk is padded.
     compressed:     encode the shard -> all-gather across -> decode, add up in cluster order, on the stream
                     across
 
-(Run on emulated GPUs, over NCCL's own host code, never on a physical one; order and overlap also with
-recorded launches and a queue for each communicator and stream, tests/runtime/reduce/test_two_level_nccl.py.
+(Run on emulated GPUs, over NCCL's own host code, and on an H100; order and overlap also with recorded
+launches and a queue for each communicator and stream, tests/runtime/reduce/test_two_level_nccl.py.
 Under one hardware queue, CUDA_DEVICE_MAX_CONNECTIONS=1, the events hold up the backward pass's kernels:
 nothing overlaps, all sums are right.)
 """
@@ -142,7 +142,7 @@ class TwoLevelCollectives:
         wire = self._codec.encode(shard, residual)
         wires = torch.empty(self._clusters * wire.numel(), dtype=wire.dtype, device=wire.device)
         dist.all_gather_into_tensor(wires, wire, group=self._across)
-        first, *others = (self._codec.decode(one, shard) for one in wires.split(wire.numel()))
+        first, *others = (self._codec.decode(part, shard) for part in wires.split(wire.numel()))
         shard.copy_(first)
         for other in others:
             shard.add_(other)

@@ -271,9 +271,10 @@ def _proof(key: bytes, role: str, facts: str) -> str:
 
 
 def _signed(
-    connection: socket.socket, key: bytes, facts: str, own: str, other: str, encrypt: bool
+    connection: socket.socket, key: bytes, facts: str, my_role: str, other_role: str, encrypt: bool
 ) -> Channel:
     if encrypt:
         return Channel(connection)
-    keys = [hmac.digest(key, f"frames of the {role} {facts}".encode(), "sha256") for role in (own, other)]
+    keys = [hmac.digest(key, f"frames of the {role} {facts}".encode(), "sha256")
+            for role in (my_role, other_role)]
     return Channel(connection, *keys)

@@ -60,8 +60,8 @@ class Verdict:
     packed: bytes
 
     def content(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(zlib.decompress(self.packed))
-        return found
+        content: dict[str, Any] = json.loads(zlib.decompress(self.packed))
+        return content
 
 
 def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decide,
@@ -105,20 +105,20 @@ def _learned(process: Process, speaker: socket.socket, limit: Deadline) -> Verdi
 
 def _spoken(store: Any, process: Process, reports: list[bytes], decide: Decide, limit: Deadline) -> Verdict:
     """The verdict for this rank, and for those of its node whose reports it has."""
-    told: tuple[str, bytes] | None = None
+    answer: tuple[str, bytes] | None = None
     try:
         if process.rank == 0:
             return _lead(store, process, reports, decide, limit)
-        told = _await_verdict(store, process, reports, limit)
+        answer = _await_verdict(store, process, reports, limit)
     except RuntimeError:  # the store, or the host of it, is gone; torch.distributed.DistError is one
         pass
-    if told is None:
+    if answer is None:
         raise HolmesError(
             f"rank {process.rank} on {json.loads(reports[0]).get('node', '?')} got no verdict from rank 0 at"
             f" {process.master_addr}:{process.master_port}; was rank 0 started with --holmes, and is it "
             f"alive?"
         )
-    prefix, verdict = told
+    prefix, verdict = answer
     if verdict[:1] == _BAD:
         raise RemoteError(verdict[1:].decode())
     return Verdict(prefix, verdict[1:])
@@ -147,16 +147,16 @@ def _await_verdict(store: Any, process: Process, reports: list[bytes],
     packed = _pack(reports)
     while (left := limit.left_plus(_LONGER_SECONDS)) > 0 and (number := awaited(store, _ROUND, left)):
         prefix = f"holmes/{int(number)}"
-        verdict = f"{prefix}/verdict"
-        if store.check([verdict]):
+        key = f"{prefix}/verdict"
+        if store.check([key]):
             if not awaited(store, f"{prefix}/over", min(left, _LEFTOVER_SECONDS)):
-                given_up = store.get(verdict)
+                given_up = store.get(key)
                 if given_up[:1] == _BAD:
                     return prefix, given_up
             continue
         put_in(store, f"{prefix}/reports", packed, len(reports), process.world_size)
-        if (told := awaited(store, verdict, left)) != _OVER:
-            return (prefix, told) if told else None
+        if (verdict := awaited(store, key, left)) != _OVER:
+            return (prefix, verdict) if verdict else None
     return None
 
 
@@ -191,7 +191,7 @@ def _decide(reports: list[dict[str, Any]], decide: Decide) -> dict[str, Any]:
 
 def _compare(reports: list[dict[str, Any]]) -> None:
     first = reports[0]
-    for report in (one for one in reports[1:] if one["agreed"] != first["agreed"]):
+    for report in (report for report in reports[1:] if report["agreed"] != first["agreed"]):
         for key in sorted({*first["agreed"], *report["agreed"]}):
             here, there = first["agreed"].get(key), report["agreed"].get(key)
             if here != there:

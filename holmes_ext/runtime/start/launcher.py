@@ -126,8 +126,8 @@ def _first_of_step(environ: Mapping[str, str]) -> str:
     name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else _JOB_NODES
     nodes = expand(environ.get(name, ""), f"environment variable {name}")
     for group in range(_number(environ, "SLURM_HET_SIZE", "srun", 0)):
-        own = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{group}" for kind in ("HET", "PACK"))
-        variable = next((name for name in own if name in environ), None)
+        variables = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{group}" for kind in ("HET", "PACK"))
+        variable = next((name for name in variables if name in environ), None)
         members = expand(environ[variable], f"environment variable {variable}") if variable else []
         if here := [node for node in members if node in nodes]:
             return here[0]

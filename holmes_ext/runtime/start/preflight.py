@@ -62,19 +62,19 @@ class Pair:
 
 def pairs(plan: Plan) -> list[Pair]:
     """What to try, the same list on every rank; each pair of nodes once for each fabric."""
-    found: dict[tuple[str, frozenset[str]], Pair] = {}
+    to_try: dict[tuple[str, frozenset[str]], Pair] = {}
     for kind, ranks in tried_groups(plan):
         for pair in zip(ranks, ranks[1:] + ranks[:1]):
-            one, two = map(plan.node_of, pair)
+            first, second = map(plan.node_of, pair)
             # two stages may have a group of their own
             groups = [ranks, pair] if kind == "pipeline" else [ranks]
             used = [plan.fabric_of(group, network_api) for group in groups
-                    for network_api in NETWORK_APIS] if one != two else []
+                    for network_api in NETWORK_APIS] if first != second else []
             for name in dict.fromkeys(fabric.name for fabric in used if fabric is not None):
-                found.setdefault((name, frozenset((one, two))), Pair(name, one, two, kind, ranks))
-    for known in list(found.values()):
-        found.setdefault((ETHERNET, frozenset((known.first, known.second))), replace(known, fabric=ETHERNET))
-    return list(found.values())
+                to_try.setdefault((name, frozenset((first, second))), Pair(name, first, second, kind, ranks))
+    for known in list(to_try.values()):
+        to_try.setdefault((ETHERNET, frozenset((known.first, known.second))), replace(known, fabric=ETHERNET))
+    return list(to_try.values())
 
 
 def tried_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
@@ -101,8 +101,8 @@ def run(
             if process.local_rank == 0:
                 listeners = Listeners(site, host, todo, token=prefix)
                 store.set(f"{prefix}/ports/{host}", json.dumps(listeners.ports))
-                found = host, _try_mine(store, prefix, site, host, todo), tcp_line(plan, site, host)
-                put_in(store, f"{prefix}/findings", json.dumps(found).encode(), 1, len(plan.nodes))
+                report = host, _try_mine(store, prefix, site, host, todo), tcp_line(plan, site, host)
+                put_in(store, f"{prefix}/findings", json.dumps(report).encode(), 1, len(plan.nodes))
             if process.rank == 0:
                 verdict = _judge(store, prefix, site, plan, todo, options, engine, limit)
                 store.set(f"{prefix}/verdict", json.dumps(verdict))
@@ -178,11 +178,11 @@ def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) 
 
     def attempt(pair: Pair) -> Finding:
         source, target = addresses(pair)
-        number = ports[pair.second].get(pair.fabric, "the process there has not come to its preflight")
-        told = number
-        if not isinstance(number, str):
-            told = exchange_hello(source, target, number, host, pair.second, prefix)
-        return pair.fabric, pair.first, pair.second, told
+        port = ports[pair.second].get(pair.fabric, "the process there has not come to its preflight")
+        problem = port
+        if not isinstance(port, str):
+            problem = exchange_hello(source, target, port, host, pair.second, prefix)
+        return pair.fabric, pair.first, pair.second, problem
 
     def addresses(pair: Pair) -> Iterator[str]:
         return (site.node_by_name[name].port(pair.fabric).address for name in (pair.first, pair.second))
@@ -228,8 +228,8 @@ def tcp_line(plan: Plan, site: Site, host: str) -> str:
     rate, here = site.fabric_by_name[ETHERNET].rate_bps, site.node_by_name[host].cluster
     if not plan.wan:
         return ""
-    found = shortfalls(plan.wan, rate, clusters, here, read_limits(), sockets(os.environ))
-    worst = min(found, key=lambda short: short.carries_bps / short.rate_bps, default=None)
+    shortages = shortfalls(plan.wan, rate, clusters, here, read_limits(), sockets(os.environ))
+    worst = min(shortages, key=lambda short: short.carries_bps / short.rate_bps, default=None)
     return f"node {host}: {worst.what}; {worst.mend}" if worst else ""
 
 
@@ -240,15 +240,15 @@ def _judge(
     """Rank 0: every node's findings -> what all go on with."""
     findings: list[Finding] = []
     short: list[str] = []
-    told = {node: found
-            for node, *found in map(json.loads, gathered(store, f"{prefix}/findings", limit.left))}
-    if missing := [node for node in plan.nodes if node not in told]:
+    reports = {node: report
+               for node, *report in map(json.loads, gathered(store, f"{prefix}/findings", limit.left))}
+    if missing := [node for node in plan.nodes if node not in reports]:
         # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
-        node = next((one for one in missing if not store.check([f"{prefix}/ports/{one}"])), missing[0])
+        node = next((name for name in missing if not store.check([f"{prefix}/ports/{name}"])), missing[0])
         who = f"node {node} (rank {plan.nodes.index(node) * plan.processes})"
         advice = "is its process alive? (--holmes-preflight off skips it)"
         return {"error": f"preflight: {who} did not finish it within {FINDINGS_S:g} s; {advice}"}
-    for tried, tcp in (told[node] for node in plan.nodes):  # in one order, whoever came first
+    for tried, tcp in (reports[node] for node in plan.nodes):  # in one order, whoever came first
         findings += map(tuple, tried)
         short += [tcp] if tcp else []
     try:

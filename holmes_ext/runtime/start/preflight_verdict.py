@@ -14,7 +14,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.words import some_of
 
-#: (fabric, one node, the other, "" or what went wrong)
+#: (fabric, the node that tried, the node that was tried, "" or what went wrong)
 Finding = tuple[str, str, str, str]
 
 
@@ -28,17 +28,17 @@ def decide(
     bad = {finding: _tell(site, plan, first[finding[:3]], finding[3]) for finding in findings if finding[3]}
     if not bad:
         return {"faults": [], "lines": lines}
-    if ethernet := [told for finding, told in bad.items() if finding[0] == ETHERNET]:
-        way_out = "mend its cable, VLAN, addresses or firewall, or name the right interface in cluster.toml"
+    if ethernet := [text for finding, text in bad.items() if finding[0] == ETHERNET]:
+        way_out = "fix its cable, VLAN, addresses or firewall, or name the right interface in cluster.toml"
         needed = f"every node must reach the others over Ethernet: {way_out}"
         raise HolmesError(f"preflight: {some_of(ethernet, 3, '; ')}; {needed}")
-    told = f"preflight: {some_of(bad.values(), 3, '; ')}"
+    summary = f"preflight: {some_of(bad.values(), 3, '; ')}"
     if options.fallback == "fail":
-        raise HolmesError(f"{told}; mend that, or let --holmes-fallback ethernet go round it")
+        raise HolmesError(f"{summary}; fix that, or use --holmes-fallback ethernet to avoid it")
     faults = lost(findings)
     moved = _moved(plan, derive_traffic(plan, site.without(faults), options, engine=engine))
     therefore = f"therefore {some_of(moved, 3, '; ')}" if moved else "no planned group needs it"
-    lines = [f"{told}; {therefore} (--holmes-fallback fail would end the job)", *lines]
+    lines = [f"{summary}; {therefore} (--holmes-fallback fail would end the job)", *lines]
     return {"faults": [[*end, f"found by the preflight: {why}"] for end, why in faults.items()],
             "lines": lines}
 
@@ -47,18 +47,18 @@ def lost(findings: Sequence[Finding]) -> dict[tuple[str, str], str]:
     """{(node, fabric): why} of the ports to leave out: of a node that no neighbour reaches; of both ends
     where that is not clear."""
     tried: dict[tuple[str, str], list[str]] = {}
-    for fabric, one, two, problem in findings:
-        for node in (one, two):
+    for fabric, first, second, problem in findings:
+        for node in (first, second):
             tried.setdefault((node, fabric), []).append(problem)
     # With one neighbour both ends look the same: only a node that two or more do not reach can be told from
     # those.
     blamed = {end for end, problems in tried.items() if all(problems) and len(problems) > 1}
     faults: dict[tuple[str, str], str] = {}
-    for fabric, one, two, problem in findings:
-        ends = [(one, fabric), (two, fabric)]
+    for fabric, first, second, problem in findings:
+        ends = [(first, fabric), (second, fabric)]
         if problem:
             for end in [end for end in ends if end in blamed] or ends:
-                other = two if end[0] == one else one
+                other = second if end[0] == first else first
                 faults.setdefault(end, f"between it and {other}: {problem}")
     return faults
 
@@ -77,16 +77,16 @@ def _tell(site: Site, plan: Plan, pair: Any, problem: str) -> str:
 
 def _moved(before: Plan, after: Plan) -> list[str]:
     """The planned groups that travel on another fabric now."""
-    told = []
+    lines = []
     for kind, ranks in before.groups():
         networks = [(before.fabric_of(ranks, network_api), after.fabric_of(ranks, network_api))
                     for network_api in NETWORK_APIS]
         if now := [new.name for old, new in networks if old and new and old.name != new.name]:
-            told.append(f"the {kind} group of ranks {some_of(ranks)} goes over {now[0]} on all its ranks")
-    if not told and before.sizes is None:  # the script makes its groups as it likes
-        told = ["every group that needs it goes over the next fastest fabric that its ranks share, on all of "
-                "them"]
-    return told
+            lines.append(f"the {kind} group of ranks {some_of(ranks)} goes over {now[0]} on all its ranks")
+    if not lines and before.sizes is None:  # the script makes its groups as it likes
+        lines = ["every group that needs it goes over the next fastest fabric that its ranks share, on all "
+                 "of them"]
+    return lines
 
 
 def _not_tried(site: Site, todo: Sequence[Any]) -> list[str]:

@@ -142,10 +142,10 @@ def start(
         site, plan = request.planned(nodes)
         forced = {n.nccl.forced_net: f"{n.nccl.forced_in} of node {n.name}" for n in nodes
                   if n.nccl.forced_net}
-        told = [*_left_out(request.spec, site), *_down(nodes, site), *nccl_remarks(site, nodes)]
-        lines = [*told, *apart_by_subnet(site)]
-        made = {"plan": plan.to_json(), "source": plan.source, "lines": lines, "forced_nets": forced}
-        return {"site": site.to_dict(), **made}
+        remarks = [*_left_out(request.spec, site), *_down(nodes, site), *nccl_remarks(site, nodes)]
+        lines = [*remarks, *apart_by_subnet(site)]
+        document = {"plan": plan.to_json(), "source": plan.source, "lines": lines, "forced_nets": forced}
+        return {"site": site.to_dict(), **document}
 
     if process.world_size == 1:
         prefix, verdict = "holmes/1", decide([report], [NodeReport.from_dict(report["nics_of_node"], 1)])
@@ -161,8 +161,8 @@ def start(
         if options.restart == "auto":
             options, again = request.start_again(*restart.left_layers(store))
         limit = options.timeout_s + 15 + _SILENT_SECONDS
-        found = within(limit, silent, exchange, store, process, report, decide, options.timeout_s)
-        prefix, verdict = found.round, found.content()
+        decision = within(limit, silent, exchange, store, process, report, decide, options.timeout_s)
+        prefix, verdict = decision.round, decision.content()
     site, lines = Site.from_dict(verdict["site"]), [*again, *verdict["lines"]]
     plan = parse_plan(verdict["plan"], verdict["source"])
     here = next(node.name for node in site.nodes if short_name(node.name) == short_name(report["node"]))

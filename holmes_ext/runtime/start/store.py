@@ -60,12 +60,12 @@ def awaited(store: Any, key: str, seconds: float) -> bytes:
     before = store.timeout
     store.set_timeout(timedelta(seconds=seconds))
     try:
-        found: bytes = store.get(key)
+        value: bytes = store.get(key)
     except RuntimeError:
-        found = store.get(key) if store.check([key]) else b""  # check raises when the store is gone
+        value = store.get(key) if store.check([key]) else b""  # check raises when the store is gone
     finally:
         store.set_timeout(before)
-    return found
+    return value
 
 
 def put_in(store: Any, key: str, entry: bytes, count: int, total: int) -> None:
@@ -79,12 +79,12 @@ def gathered(store: Any, key: str, seconds: float) -> list[bytes]:
     """All entries that put_in() added, once they are complete, or those there after so many seconds."""
     whole = awaited(store, f"{key}/all", max(0.1, seconds))
     kept = memoryview(store.get(f"{key}/entries") if whole or store.check([f"{key}/entries"]) else b"")
-    found = []
+    entries = []
     while kept:
         end = 4 + int.from_bytes(kept[:4], "big")
-        found.append(bytes(kept[4:end]))
+        entries.append(bytes(kept[4:end]))
         kept = kept[end:]
-    return found
+    return entries
 
 
 def _await_listener(process: Process, timeout_s: float) -> None:

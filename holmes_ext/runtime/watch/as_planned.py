@@ -34,11 +34,11 @@ class Comparison:
     def step_done(self, *_: Any) -> None:
         self.steps += 1
         if self.steps == STEPS:
-            found = dict(differences(self.current))
-            for text, reported in found.items():
+            deviations = dict(differences(self.current))
+            for text, reported in deviations.items():
                 if not reported and _first_to_tell(self.current, text):
                     print(f"holmes: not as planned: {text}", file=sys.stderr, flush=True)
-            self.put({"done": {**done(self.current), "differences": list(found)}})
+            self.put({"done": {**done(self.current), "differences": list(deviations)}})
 
 
 def _first_to_tell(current: Session, text: str) -> bool:
@@ -54,8 +54,9 @@ def _first_to_tell(current: Session, text: str) -> bool:
 
 def done(current: Session) -> dict[str, Any]:
     """For the report: {"reductions": [[stage, in two levels, overlapped], ...], "in_flight": by stage}."""
-    stages = ((current.plan.stage_of(ranks), one) for ranks, one in current.reductions.items())
-    rows = [[stage, one.two_levels, one.overlap] for stage, one in stages if stage is not None]
+    stages = ((current.plan.stage_of(ranks), reduction) for ranks, reduction in current.reductions.items())
+    rows = [[stage, reduction.two_levels, reduction.overlap] for stage, reduction in stages
+            if stage is not None]
     return {"reductions": sorted(rows), "in_flight": list(current.in_flight)}
 
 
@@ -67,9 +68,9 @@ def differences(current: Session) -> Iterator[tuple[str, bool]]:
         if record.transport.fabric != planned:
             kind = kind_of(record.ranks, record.name, sizes, world)
             yield f"{kind} groups are on {record.transport.fabric}, planned on {planned}", False
-    for ranks, one in current.reductions.items():
-        if text := _reduction(one):
-            yield f"gradients of {_stage(current, ranks)} are summed {text}", one.reported
+    for ranks, reduction in current.reductions.items():
+        if text := _reduction(reduction):
+            yield f"gradients of {_stage(current, ranks)} are summed {text}", reduction.reported
     if text := _missing(current):
         yield text, False
     if text := _in_flight(current):
@@ -81,13 +82,13 @@ def _stage(current: Session, ranks: Iterable[int]) -> str:
     return f"a group of rank {some_of(ranks)}" if stage is None else f"stage {stage}"
 
 
-def _reduction(one: DoneReduction) -> str:
+def _reduction(reduction: DoneReduction) -> str:
     """Of an overlap only that it is missing: what a program overlaps by itself is none of the plan's."""
-    planned = one.planned
-    two_levels = bool(planned.clusters) and one.bytes >= planned.two_level_from
-    if one.two_levels != two_levels:
-        return f"{_RINGS[one.two_levels]}, planned {_RINGS[two_levels]}"
-    return f"{_TIMES[False]}, planned {_TIMES[True]}" if planned.overlap and not one.overlap else ""
+    planned = reduction.planned
+    two_levels = bool(planned.clusters) and reduction.bytes >= planned.two_level_from
+    if reduction.two_levels != two_levels:
+        return f"{_RINGS[reduction.two_levels]}, planned {_RINGS[two_levels]}"
+    return f"{_TIMES[False]}, planned {_TIMES[True]}" if planned.overlap and not reduction.overlap else ""
 
 
 def _missing(current: Session) -> str:

@@ -118,15 +118,15 @@ def _blamed() -> str:
         return ""
     ports = nics.in_use(current)
     now, problems = nics.counters(ports), {port: nics.trouble(port) for port in ports}
-    told = []
+    findings = []
     for port, problem in problems.items():
         grew = nics.grown(now, port)
         if problem or grew:
             since = f" ({grew} since the start)" if grew else ""
-            told.append(f"{nics.say(current.node, port)} {problem or 'has a link'}{since}")
+            findings.append(f"{nics.say(current.node, port)} {problem or 'has a link'}{since}")
     if not any(problems.values()):
-        told += nics.unreachable(current)
-    return "".join(f"; {text}" for text in told)
+        findings += nics.unreachable(current)
+    return "".join(f"; {text}" for text in findings)
 
 
 def _lost_node(error: str, ranks: Sequence[int]) -> str:

@@ -58,7 +58,7 @@ FAMILIES = {
     "holmes_last_step_seconds": Family("gauge", "seconds of the last step"),
     "holmes_tokens_total": Family("counter",
                                   "tokens that all ranks together trained in, where the framework tells"),
-    "holmes_exposed_seconds_total": Family("counter", "seconds that the program stood still for them",
+    "holmes_exposed_seconds_total": Family("counter", "seconds the program was blocked on communication",
                                            _GROUP),
     "holmes_under_way_seconds_total": Family("counter", "seconds with one or more of them under way", _GROUP),
     "holmes_sent_bytes_total": Family("counter", "bytes that this rank's operations sent", _GROUP),
@@ -67,12 +67,12 @@ FAMILIES = {
                                                    "seconds that GradientReducer's threads were waited for"),
     "holmes_between_sent_bytes_total": Family("counter",
                                               "bytes that this rank sent from a cluster to another", _WAY),
-    "holmes_between_exposed_seconds_total": Family("counter", "seconds that the program stood still for them",
+    "holmes_between_exposed_seconds_total": Family("counter", "seconds blocked on traffic between clusters",
                                                    _WAY),
     "holmes_rounds_total": Family("counter", "rounds with joined jobs, by how they ended", ("verdict",)),
     "holmes_round_sent_bytes_total": Family("counter", "bytes sent in rounds with joined jobs"),
     "holmes_round_seconds_total": Family("counter", "seconds that these rounds were under way"),
-    "holmes_round_exposed_seconds_total": Family("counter", "seconds that the program stood still for them"),
+    "holmes_round_exposed_seconds_total": Family("counter", "seconds the program was blocked on rounds"),
     "holmes_plan_changes_total": Family("counter", "changes of the running job's plan; of rank 0",
                                         ("in_flight",)),
     "holmes_plan_predicted_step_seconds": Family("gauge",
@@ -105,11 +105,11 @@ class Collector:
                 held = "+".join(map(str, change["in_flight"]))
                 self._add("plan_changes", 1, "sums" if change.get("sums") else held)
             elif "outer" in document:
-                told = document["outer"]
-                self._add("rounds", 1, str(told["verdict"]))
+                figures = document["outer"]
+                self._add("rounds", 1, str(figures["verdict"]))
                 for name, key in (("sent_bytes", "bytes"), ("seconds", "seconds"),
                                   ("exposed_seconds", "exposed")):
-                    self._add(f"round_{name}", told[key])
+                    self._add(f"round_{name}", figures[key])
 
     def _take_step(self, document: dict[str, Any]) -> None:
         seconds = document["end"] - document["begin"]
@@ -122,9 +122,9 @@ class Collector:
             values["exposed_seconds"] = exposed
             for name, value in values.items():
                 self._add(name, value, kind, where, fabric)
-        for one, two, sent, exposed in document.get("between", ()):
-            self._add("between_sent_bytes", sent, one, two)
-            self._add("between_exposed_seconds", exposed, one, two)
+        for source, target, sent, exposed in document.get("between", ()):
+            self._add("between_sent_bytes", sent, source, target)
+            self._add("between_exposed_seconds", exposed, source, target)
         if exposed := (document.get("reduction") or {}).get("exposed"):
             self._add("reducer_exposed_seconds", exposed)
 
@@ -140,16 +140,16 @@ class Collector:
         if current is None:  # it was switched off
             return
         with self._lock:
-            found = dict(self._sums)
-        found |= {(name, labels): value for name, labels, value in _of_now(current)}
+            values = dict(self._sums)
+        values |= {(name, labels): value for name, labels, value in _of_now(current)}
         for name, family in FAMILIES.items():
-            make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            made = make(name, family.help, labels=("node", "cluster", *family.labels))
-            for (of, labels), value in sorted(found.items()):
-                if of == name:
-                    made.add_metric((current.node.name, current.node.cluster, *labels), value)
-            if made.samples:
-                yield made
+            metric_class = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            metric = metric_class(name, family.help, labels=("node", "cluster", *family.labels))
+            for (family_name, labels), value in sorted(values.items()):
+                if family_name == name:
+                    metric.add_metric((current.node.name, current.node.cluster, *labels), value)
+            if metric.samples:
+                yield metric
 
 
 def _of_now(current: session.Session) -> Iterator[tuple[str, tuple[str, ...], float]]:

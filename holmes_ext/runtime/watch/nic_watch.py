@@ -64,19 +64,19 @@ class NicWatch:
             away = now - self._since.pop(name)
             self._tell_once(current, f"NIC {name} of node {current.node.name} is back after {away:.0f} s")
         for name, (port, problem) in troubled.items():
-            told = f"{nics.say(current.node, port)} {problem}"
+            fault = f"{nics.say(current.node, port)} {problem}"
             away = now - self._since.get(name, now)
             if name in self._ignored:
                 continue
             if name not in self._since:
                 self._since[name] = now
                 then = f"; the job ends in {self.patience_s:g} s unless it comes back (--holmes-patience)"
-                self._tell_once(current, told + (then if self.patience_s else ""))
+                self._tell_once(current, fault + (then if self.patience_s else ""))
             elif (0 < self.patience_s <= away
                   and any(group.transport.fabric == port.fabric for group in current.groups)):
                 self.ended.set()
                 where = f"rank {current.rank} on node {current.node.name}"
-                self._end(f"{where}: {told} for {away:.0f} s, and groups of this rank need it; "
+                self._end(f"{where}: {fault} for {away:.0f} s, and groups of this rank need it; "
                           "the job ends here")
                 return
 

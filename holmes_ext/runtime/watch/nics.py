@@ -75,9 +75,9 @@ def _read(path: Path) -> str | None:
 
 def counters(ports: list[Port]) -> dict[str, dict[str, int]]:
     """Error counters of every port, by its name, as far as kernel and driver have them."""
-    found: dict[str, dict[str, int]] = {}
+    by_port: dict[str, dict[str, int]] = {}
     for port in ports:
-        values = found.setdefault(port.name, {})
+        values = by_port.setdefault(port.name, {})
         places = [(Path("/sys/class/net") / port.interface, _NET_COUNTERS)] if port.interface else []
         for place, names in [*places, *((_folder(hca), _HCA_COUNTERS) for hca in port.hcas)]:
             for name in names:
@@ -85,7 +85,7 @@ def counters(ports: list[Port]) -> dict[str, dict[str, int]]:
                 if text is not None and text.isdecimal():
                     key = name.rpartition("/")[2]
                     values[key] = values.get(key, 0) + int(text)
-    return found
+    return by_port
 
 
 def remember_counters(current: Session) -> None:
@@ -138,7 +138,7 @@ def unreachable(current: Session) -> list[str]:
     sources = [current.node.port(fabric).address for _, fabric in todo]
     with ThreadPoolExecutor(len(todo)) as pool:
         answers = dict(zip(todo, pool.map(answers_at, sources, [port.address for port in todo.values()])))
-    told = []
+    lines = []
     for name in dict.fromkeys(name for name, _ in todo):
         silent = [fabric for node, fabric in todo if node == name and not answers[node, fabric]]
         alive = [fabric for node, fabric in todo if node == name and answers[node, fabric]]
@@ -149,8 +149,8 @@ def unreachable(current: Session) -> list[str]:
             rest = f"but does over {over}" if alive else "over no NIC: the node is lost"
             mine = current.node.port(silent[0])
             source = f"(from {mine.name} {mine.address}) within {PROBE_S:g} s"
-            told.append(f"node {name} does not answer on {dead} {source}, {rest}")
-    return told
+            lines.append(f"node {name} does not answer on {dead} {source}, {rest}")
+    return lines
 
 
 def answers_at(source: str, target: str, port: int = _PROBED_PORT, seconds: float = PROBE_S) -> bool:

@@ -145,7 +145,8 @@ def _watchdog(current: Session, recorder: telemetry.Recorder, factor: float, flo
     return Watchdog(
         recorder, factor, floor_s, connect=lambda: connect(process, STORE_S),
         prefix=f"{current.round}/watchdog", node_of=plan.node_of,
-        rates={one.name: round(one.rate_bps * lab_scale(os.environ)) for one in current.site.fabrics},
+        rates={fabric.name: round(fabric.rate_bps * lab_scale(os.environ))
+               for fabric in current.site.fabrics},
         carried=lambda: nics.bytes_carried(current.node), host=None if process.agent_store else first,
     )  # fmt: skip
 
@@ -166,8 +167,8 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder) -> list[str
             run = store.compare_set(f"{prefix}/run", "", run).decode()
         _Running.writer = writer = open_writer(current, run, recorder, _taker())
     except (OSError, RuntimeError) as error:  # of this rank alone, so rank 0 does not tell it
-        told = f"rank {current.rank} trains without telemetry ({why(error).splitlines()[0]})"
-        print(f"holmes: --holmes-telemetry {directory}: {told}", file=sys.stderr, flush=True)
+        message = f"rank {current.rank} trains without telemetry ({why(error).splitlines()[0]})"
+        print(f"holmes: --holmes-telemetry {directory}: {message}", file=sys.stderr, flush=True)
         return []
     if store is not None and process.local_rank == 0:
         arguments = (current, store, prefix, writer)

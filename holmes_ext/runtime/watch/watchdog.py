@@ -132,9 +132,10 @@ def _slow(rank: int, wait: Waiting, ask: Ask, node_of: Callable[[int], str], rat
     seen = []
     for member in dict.fromkeys((rank, *wait.awaited)):
         state = ask(member)
-        mine = next((one for one in state.waiting if one.group == wait.group), wait) if state else wait
-        if state and (carries := state.nics.get(mine.interface)) is not None:
-            moves = f"moves {format_rate(round(carries))} over {mine.interface}"
+        waits = state.waiting if state else ()
+        its_wait = next((other for other in waits if other.group == wait.group), wait)
+        if state and (carries := state.nics.get(its_wait.interface)) is not None:
+            moves = f"moves {format_rate(round(carries))} over {its_wait.interface}"
             seen.append((carries, f"rank {member} on {node_of(member)} {moves}"))
     slowest = ", ".join(text for _, text in sorted(seen)[:4])
     rate = f" of {format_rate(rates[wait.fabric])}" if wait.fabric in rates else ""

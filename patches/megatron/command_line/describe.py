@@ -196,17 +196,17 @@ def _widths(given: dict[str, Any], zero: int, deepspeed: bool) -> dict[str, Any]
 
 
 def _experts(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> dict[str, Any]:
-    every = given["experts"]
-    layers, experts = given["layers"], round(sum(every) / len(every))
-    if len(set(every)) > 1:
+    counts = given["experts"]
+    layers, experts = given["layers"], round(sum(counts) / len(counts))
+    if len(set(counts)) > 1:
         assumed.append(
-            f"{experts} experts in each layer that has some: the mean of {', '.join(map(str, every))}")
+            f"{experts} experts in each layer that has some: the mean of {', '.join(map(str, counts))}")
     routed = _routed(given.get("expert_frequency", "2" if deepspeed else "1"), layers, deepspeed)
     if routed < layers:
         assumed.append(f"experts in {routed} of {layers} layers: each layer counts as the mean")
     active = min(experts, given.get("experts_per_token", 1 if deepspeed else 2))
-    found = {"experts": experts, "experts_per_token": active, "expert_layers": routed}
-    return found | ({"shared_ffn": given.get("ffn") or 4 * given["hidden"]} if given.get("residual") else {})
+    values = {"experts": experts, "experts_per_token": active, "expert_layers": routed}
+    return values | ({"shared_ffn": given.get("ffn") or 4 * given["hidden"]} if given.get("residual") else {})
 
 
 def _routed(text: str, layers: int, deepspeed: bool) -> int:
@@ -225,10 +225,10 @@ def _pattern(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 10_000:
         return node.value
     if isinstance(node, ast.List):
-        return [_pattern(each) for each in node.elts]
+        return [_pattern(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        one, other = _pattern(node.left), _pattern(node.right)
-        return one + other if isinstance(node.op, ast.Add) else one * other
+        left, right = _pattern(node.left), _pattern(node.right)
+        return left + right if isinstance(node.op, ast.Add) else left * right
     raise ValueError(ast.dump(node))
 
 
@@ -250,9 +250,9 @@ def _stages(given: dict[str, Any], layers: int, pipeline: int,
     virtual = given.get("virtual", chunk) or 1
     first, last = given.get("first_layers", 0), given.get("last_layers", 0)
     ends = given.get("embedding_counts", False), given.get("loss_counts", False)
-    each, rest = divmod(layers + sum(ends), pipeline)
+    per_stage, rest = divmod(layers + sum(ends), pipeline)
     if any(ends) and not rest and virtual == 1:
-        return 1, (each - ends[0], *[each] * (pipeline - 2), each - ends[1])
+        return 1, (per_stage - ends[0], *[per_stage] * (pipeline - 2), per_stage - ends[1])
     inner = pipeline - bool(first) - bool(last)
     if not (first or last) or inner < 1 or layers - first - last < inner:
         return virtual, ()
@@ -267,6 +267,6 @@ def _layout(text: str) -> list[str]:
     """Of a layout such as Et*3|(tt|)*2,m|L, each stage's letters (pipeline_parallel_layer_layout.py)."""
     text = text.replace(",", "").replace(" ", "")
     for pattern in (r"\(([^()]*)\)\*(\d{1,4})", r"([A-Za-z|])\*(\d{1,4})"):
-        while len(text) < 100_000 and (found := re.search(pattern, text)):
-            text = text[: found.start()] + found[1] * int(found[2]) + text[found.end() :]
+        while len(text) < 100_000 and (match := re.search(pattern, text)):
+            text = text[: match.start()] + match[1] * int(match[2]) + text[match.end() :]
     return text.replace("(", "").replace(")", "").split("|")

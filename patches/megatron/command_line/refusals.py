@@ -23,8 +23,8 @@ def refusals(said: CommandLine, sizes: Sizes, world: int, partitioned: bool = Fa
     even = said.framework == "megatron-lm" and not (said.stage_layers or partitioned)
     if even and sizes.pipeline > 1:
         layers = "--num-layers", model.layers
-        found = list(_divides(*layers, "--pipeline-model-parallel-size", sizes.pipeline, said.virtual, world))
-        yield from (f"{line}; or --holmes-partition balanced gives stages unequal ones" for line in found)
+        lines = list(_divides(*layers, "--pipeline-model-parallel-size", sizes.pipeline, said.virtual, world))
+        yield from (f"{line}; or --holmes-partition balanced gives stages unequal ones" for line in lines)
 
 
 def _divides(name: str, count: int, flag: str, size: int, chunks: int, world: int) -> Iterator[str]:

@@ -31,15 +31,15 @@ class Settings:
 
 def words(argv: Sequence[str]) -> dict[str, list[str]]:
     """Each flag with the words that follow it; given twice the last counts, as with argparse."""
-    found: dict[str, list[str]] = {}
+    by_flag: dict[str, list[str]] = {}
     last: list[str] = []
     for item in argv:
         name, equals, value = item.partition("=")
         if name.startswith("--") and len(name) > 2 and " " not in name:
-            last = found[name] = [value] if equals else []
+            last = by_flag[name] = [value] if equals else []
         else:
             last.append(item)
-    return found
+    return by_flag
 
 
 def read(argv: Sequence[str]) -> Settings:
@@ -59,17 +59,17 @@ def read(argv: Sequence[str]) -> Settings:
         not_read[name] = "cannot be read as JSON: its settings are not counted"
         return Settings(values, flags, not_read, tuple(unknown))
     keys = {key: [said] for key, said in _leaves(config.content) if said != "auto"}
-    own = _values(DS_CONFIG, keys)
+    in_config = _values(DS_CONFIG, keys)
     for key, (said,) in keys.items():
         entry = next((known for known in NOT_READ if key == known or key.startswith(f"{known}.")), "")
         if entry and not _harmless(entry, str(said)):
             not_read[f"{name}: {entry}"] = NOT_READ[entry]
         elif not entry and key not in DS_CONFIG and not key.startswith(NO_BEARING_KEYS):
             unknown.append(f"{name}: {key}")
-    both = [key for key in own if key in values and values[key] != own[key] and key != "zero"]
-    overruled = [f"{key.replace('_', ' ')} {own[key]} of {name} counts, not {values[key]} of the flags"
+    both = [key for key in in_config if key in values and values[key] != in_config[key] and key != "zero"]
+    overruled = [f"{key.replace('_', ' ')} {in_config[key]} of {name} counts, not {values[key]} of the flags"
                  for key in both]
-    return Settings(values | own, flags, not_read, tuple(dict.fromkeys(unknown)), tuple(overruled))
+    return Settings(values | in_config, flags, not_read, tuple(dict.fromkeys(unknown)), tuple(overruled))
 
 
 def of_flags(argv: Sequence[str]) -> dict[str, Any]:
@@ -79,11 +79,11 @@ def of_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 def _values(table: Mapping[str, tuple[str, Any]], given: Mapping[str, list[Any]]) -> dict[str, Any]:
     """Settings of what is `given`; of two names of one setting the later in the table counts."""
-    found = {}
+    settings = {}
     for name, (setting, meaning) in table.items():
         if name in given and (value := _value(meaning, given[name])) is not None:
-            found[setting] = value
-    return found
+            settings[setting] = value
+    return settings
 
 
 def _value(meaning: Any, said: Sequence[Any]) -> Any:
@@ -92,7 +92,7 @@ def _value(meaning: Any, said: Sequence[Any]) -> Any:
     if meaning is int:
         return int(first) if str(first).isdecimal() and len(str(first)) < 13 else None
     if meaning is list:
-        return [int(each) for each in said if each.isdecimal() and len(each) < 13] or None
+        return [int(text) for text in said if text.isdecimal() and len(text) < 13] or None
     if meaning is float:
         return float(first) if str(first).replace(".", "", 1).isdecimal() else None
     if meaning is str:

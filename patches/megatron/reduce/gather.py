@@ -61,10 +61,10 @@ def _gather_after_step(wrapped, instance, args, kwargs):
     done = wrapped(*args, **kwargs)
     if getattr(instance.ddp_config, "gather_by_plan", False):
         # experts have another optimizer
-        own = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}
+        bucket_ids = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}
         for chunk in instance.model_chunks:
             for group in reversed(list(_groups(chunk))):
-                if id(group.buckets[0]) in own and not group.param_gather_dispatched:
+                if id(group.buckets[0]) in bucket_ids and not group.param_gather_dispatched:
                     group.start_param_sync()
     return done
 

@@ -79,8 +79,8 @@ def _reduce_as_planned(current, wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs)
     if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
         tell_that_buckets_stay(current)
-        own = ddp_config.overlap_grad_reduce
-        session.note_reduction(ranks, stage, 0, two_levels=False, overlap=own, reported=True)
+        overlap = ddp_config.overlap_grad_reduce
+        session.note_reduction(ranks, stage, 0, two_levels=False, overlap=overlap, reported=True)
         return wrapped(*args, **kwargs)
     count = sum(param.numel() for param in given["module"].parameters() if param.requires_grad)
     elements = max(1, current.reduction(ranks, backend, 4 * count).bucket_bytes // 4)
@@ -113,8 +113,8 @@ def _reduction_group(given: Mapping[str, Any]) -> Any:
     """Among whose ranks this DistributedDataParallel reduces."""
     from megatron.core import parallel_state
 
-    own = given.get("pg_collection") or given.get("grad_comm_pgs")
-    return getattr(own, "dp_cp", None) or parallel_state.get_data_parallel_group(with_context_parallel=True)
+    pgs = given.get("pg_collection") or given.get("grad_comm_pgs")
+    return getattr(pgs, "dp_cp", None) or parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _no_sync_between_micro_batches(config, ddp) -> None:
@@ -131,9 +131,9 @@ def _distributed_layout(given: Mapping[str, Any], elements: int):
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     ddp_config, params = given["ddp_config"], [p for p in given["module"].parameters() if p.requires_grad]
-    made = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"],
-                                                               ddp_config)
-    ranks, experts = made["intra_dp_cp_group"].size(), made["intra_expt_dp_group"].size()
+    groups = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"],
+                                                                 ddp_config)
+    ranks, experts = groups["intra_dp_cp_group"].size(), groups["intra_expt_dp_group"].size()
     layout = DistributedOptimizer.compute_full_param_layout
     return layout(params, elements, ranks, ddp_config, expert_data_parallel_world_size=experts)
 

@@ -63,9 +63,9 @@ def _own_chunk(model: list[Any], pipeline: Any) -> Any:
     ends = {0: model[0], pipeline.size() - 1: model[-1]}
     chunk = ends.get(pipeline.rank())
     config: Any = getattr(chunk, "ddp_config", None)
-    own = config is not None and not config.use_megatron_fsdp and isinstance(
+    plain = config is not None and not config.use_megatron_fsdp and isinstance(
         getattr(chunk, "buffers", None), list)
-    return chunk if own and config.num_distributed_optimizer_instances == 1 else None
+    return chunk if plain and config.num_distributed_optimizer_instances == 1 else None
 
 
 def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
@@ -73,7 +73,7 @@ def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
     (param_and_grad_buffer.py: shard_buffer of each bucket, by rank in its data-parallel group.)"""
     if not chunk.ddp_config.use_distributed_optimizer:
         return None
-    buffer = next(one for one in chunk.buffers if weight in one.param_index_map)
+    buffer = next(candidate for candidate in chunk.buffers if weight in candidate.param_index_map)
     start, stop, number = buffer.param_index_map[weight]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
     length = bucket.grad_data.numel() // group.size()

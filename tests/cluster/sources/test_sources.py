@@ -50,7 +50,7 @@ def test_public_topologies(name, fabrics):
     ("SwitchName=s1 Nodes=a0,a0", "node 'a0' is in 's1' twice"),
     ("SwitchName=s1 Nodes=a0\nBlockName=b Nodes=a0", "node 'a0' is in 's1' and 'b'"),
     ("SwitchName=s1 Switches=s2\nSwitchName=s2 Switches=s1", "is above itself"),
-    ("SwitchName=s1 Nodes=a0\nSwitchName=s1 Nodes=a1", "line 2: 's1' stands twice"),
+    ("SwitchName=s1 Nodes=a0\nSwitchName=s1 Nodes=a1", "line 2: 's1' is given twice"),
     ("\nSwitchName=s1 Nodes=a[0-", "t.conf: line 2: 'a\\[0-' is not a list of hosts"),
 ])
 def test_bad_topologies(text, message):

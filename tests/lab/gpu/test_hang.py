@@ -51,7 +51,7 @@ def test_two_communicators_in_other_orders():
     assert ("rank 0: its host waits in cudaDeviceSynchronize for rank 0: "
             "stream 7: kernel AllReduce of 4") in lines[1]
     assert "waits for data from rank 1, which has launched no kernel for it: rank 1: its host" in lines[2]
-    assert lines[5] == "what each rank stands at:"
+    assert lines[5] == "where each rank is:"
     assert lines[6] == "  rank 0 (n0): its host waits in cudaDeviceSynchronize"
     stands_at = ("    stream 7 (hardware queue 0): kernel AllReduce of 4 (communicator 0xa, operation 0) "
                  "waits for data")
@@ -64,7 +64,7 @@ def test_a_host_outside_cuda_may_do_anything():
     assert hang.circle() == []
     stack = "Thread 0x7 (most recent call first):\n  File \"train.py\", line 7 in load\n"
     lines = explain(hang, {1: "b0:1"}, {1: stack})
-    assert "no circle" in lines[0]
+    assert "no cycle" in lines[0]
     assert lines[-3:] == ["  rank 1 (b0:1): its host is in no CUDA call",
                           "      Thread 0x7 (most recent call first):",
                           "        File \"train.py\", line 7 in load"]
@@ -82,7 +82,7 @@ def test_unlike_collectives_are_told():
            launched((0, "AllReduce of 4 Float32"))]
     states = [parse(number, {"streams": [], "hosts": [], "recent": recent})
               for number, recent in enumerate(own)]
-    assert ("ranks launch unlike collectives in group dp, communicator 0xa: AllReduce of 8 Float32 on rank 0;"
+    assert ("mismatched collectives in group dp, communicator 0xa: AllReduce of 8 Float32 on rank 0;"
             " AllReduce of 9 Float32 on rank 1") in explain(Hang(states, PAIR), {})
     assert Hang(states[2:], PAIR).differences() == []
 

@@ -21,8 +21,9 @@ def test_a_version_is_the_release_that_it_will_be():
     (VENDOR, None, ""),
     ("2.15.3", None, ""),
     ("2.5.1", "torch 2.5.1 is not supported (needs >=2.6)", ""),
-    (NIGHTLY, None, f"torch {NIGHTLY} is newer than 2.15.0, the newest that was tried: what fits it is on"),
-    *((version, None, f"torch {version} says nothing: what fits it is on") for version in SILENT),
+    (NIGHTLY, None, f"torch {NIGHTLY} is newer than 2.15.0, the newest that was tried: "
+     "patches that fit are on"),
+    *((version, None, f"torch {version} says nothing: patches that fit are on") for version in SILENT),
 ])
 def test_what_is_supported_and_what_is_told(version, misfit, told):
     feature = Feature("f", "torch>=2.6", tried=("2.6.0", "2.15.0"))

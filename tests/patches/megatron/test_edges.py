@@ -25,10 +25,10 @@ def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch)
     assert edges._announce(lambda **sizes: [(16, 2, 8)], None, (), {"seq_length": 16}) == [(16, 2, 8)]
     for _ in range(2):
         step.send("F", torch.ones(16, 2, 8), 7)
-    told = (r"stage 0 to stage 1 \(to rank 7\): micro-batch 2 is \(16, 1, 8\) torch.float32, announced was "
+    told = (r"stage 0 to stage 1 \(to rank 7\): micro-batch 2 is \(16, 1, 8\) torch.float32, expected "
             r"\(16, 2, 8\)")
     with pytest.raises(HolmesError, match=told):
         step.send("F", torch.ones(16, 1, 8), 7)
-    with pytest.raises(HolmesError, match="torch.bfloat16, announced"):
+    with pytest.raises(HolmesError, match="torch.bfloat16, expected"):
         step.send("F", torch.ones(16, 2, 8, dtype=torch.bfloat16), 7)
     assert step.box.gone == [(("F", index), (16, 2, 8), 7) for index in range(2)]

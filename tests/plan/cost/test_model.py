@@ -143,7 +143,7 @@ def test_every_example_is_read():
     [
         ("layers = 4", "layer = 4", "key 'layers' is missing; is 'layer' a misspelling"),
         ("layers = 4", "layers = 0", "key 'layers': 0 is not 1 or more"),
-        ("heads = 4", "heads = 5", "key 'heads': 5 heads do not divide hidden 64"),
+        ("heads = 4", "heads = 5", "key 'heads': 5 heads must divide hidden 64"),
         ("version = 1", "version = 2", "key 'version' is 2"),
         ("micro_batches = 2", "", "give one of the keys 'micro_batches' and 'global_batch'"),
         ("micro_batches = 2", "micro_batches = 2\nrecompute = 'some'",

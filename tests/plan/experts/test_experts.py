@@ -122,8 +122,8 @@ def test_bad_traffic_is_named(tmp_path):
     assert "key 'counts': it is not square: 2 rows of 3" in bad_traffic(
         tmp_path, rows="expert", counts=[[1, 2, 3], [4, 5, 6]])
     assert "NaN is no number of JSON" in bad_traffic(tmp_path, counts=[[1, 2], [float("nan"), 3]])
-    assert "row 0, expert 1 is not a finite number" in bad_traffic(tmp_path, counts=[[1, -2], [2, 3]])
-    assert "not of one length" in bad_traffic(tmp_path, counts=[[1, 2], [3]])
+    assert "row 0, expert 1: tokens must be 0" in bad_traffic(tmp_path, counts=[[1, -2], [2, 3]])
+    assert "rows differ in length" in bad_traffic(tmp_path, counts=[[1, 2], [3]])
     assert "list of rows of numbers" in bad_traffic(tmp_path, counts=[[1, "2"]])
     assert "neither 'rank' nor 'expert'" in bad_traffic(tmp_path, rows="token", counts=[[1]])
     assert "'layers' names no layer" in bad_traffic(tmp_path, layers={}).replace(": names", " names")
@@ -131,21 +131,22 @@ def test_bad_traffic_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("more, told", [
-    ({"per_rank": 1}, "8 experts do not fit on 4 ranks of 1 each"), ({"balance": 0.5}, "balance of 0.5"),
+    ({"per_rank": 1}, "8 experts do not fit on 4 ranks of 1 each"), ({"balance": 0.5}, "balance is 0.5"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(more, told):
     with pytest.raises(HolmesError, match=told):
         solve(counts(1, 4, 8), places(), **more)
     with pytest.raises(HolmesError, match="9 experts cannot be split evenly over 4"):
         solve(counts(1, 4, 9), places())
-    with pytest.raises(HolmesError, match="5 rows are not of 4"):
+    with pytest.raises(HolmesError, match="5 rows are not a multiple of the 4"):
         solve(counts(1, 5, 8), places())
 
 
 @pytest.mark.parametrize("content, told", [
-    ({"ranks": 2, "order": [0, 0]}, "not each expert once"), ({"ranks": 3, "order": [0, 1]}, "as many on "
-                                                                                             "each of 3"),
-    ({"ranks": 0, "order": [0, 1]}, "names no ranks"), ({"ranks": 1, "order": ["a"]}, "not whole numbers"),
+    ({"ranks": 2, "order": [0, 0]}, "list each expert once"),
+    ({"ranks": 3, "order": [0, 1]}, "as many on each of 3"),
+    ({"ranks": 0, "order": [0, 1]}, "'ranks' must be 1 or more"),
+    ({"ranks": 1, "order": ["a"]}, "experts whole numbers"),
 ])  # fmt: skip
 def test_a_bad_order_is_named(tmp_path, content, told):
     (tmp_path / "order.json").write_text(json.dumps({"version": 1, **content}))

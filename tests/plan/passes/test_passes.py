@@ -28,11 +28,11 @@ from holmes_ext.plan.sizes import Sizes
 
 
 @pytest.mark.parametrize("texts, told", [
-    (["F0 F1 B1 B0"], "input-gradient passes are not those of 0 to 1, each once and in this order"),
+    (["F0 F1 B1 B0"], "input-gradient passes must be micro-batches 0 to 1, each once, in order"),
     (["F0 F1 I0 I1 W1 W0"], "weight-gradient passes"), (["F0 F1 B0"], "input-gradient"),
-    (["F0 W0 I0"], "W0 comes before I0"), (["B0 F0"], "B0 comes before F0"), (["F0 X0"], "'X0' is no pass"),
+    (["F0 W0 I0"], "W0 comes before I0"), (["B0 F0"], "B0 comes before F0"), (["F0 X0"], "'X0' is not a"),
     (["F0 F1 B0 B1", "F0 F1 F2 B0 B1 B2"], "stage 1: its forward passes"),
-    (["F0 B0 F1 B1", "F0 F1 B0 B1"], "waits for ever"), (["F0 g0 F1 B0 g1 B1", "F0 F1 B0 B1"], "receive"),
+    (["F0 B0 F1 B1", "F0 F1 B0 B1"], "deadlocks with"), (["F0 g0 F1 B0 g1 B1", "F0 F1 B0 B1"], "receive"),
     (["F0 F1 B0 g0 B1", "F0 B0 F1 B1"], "receive"),
 ])  # fmt: skip
 def test_what_an_engine_could_not_run_is_refused_in_one_line(texts, told):

@@ -49,7 +49,7 @@ def test_a_stage_that_memory_keeps_thin():
     thin = best.placement.stages.index(((1, 4),))
     assert best.split[thin] <= 2
     said = " ".join(thin_stages(outcome, best))
-    assert "its memory has room for no more" in said and "even layers do not fit the memory" in said
+    assert "its memory has no room for another layer" in said and "even layers do not fit in memory" in said
 
 
 def test_a_slow_edge_keeps_the_stages_beside_it_thin():

@@ -166,8 +166,8 @@ def test_clusters_of_one_node():
 
 def test_a_model_that_fits_nowhere():
     needs = (
-        r"fits nowhere: nearest is tensor .* needs .*B of 50 MB: \w+ alone are .*B, .*B are too much; it "
-        r"needs")
+        r"does not fit in GPU memory: nearest is tensor .* needs .*B, .*B more than its 50 MB \(\w+: .*B\); "
+        r"use")
     with pytest.raises(HolmesError, match=needs):
         search(small(), MODEL, 16, Limits(memory_bytes=50e6))
 

@@ -103,4 +103,4 @@ def test_clusters_go_apart_and_come_back(how):
     assert FALLS <= apart[0] < RISES <= apart[-1] + 1 < STEPS, (apart, text)
     assert all(alike[step] == [True, True, False, False] for step in apart)  # ranks of a cluster are one
     assert "inside each cluster only, weights averaged across in rounds of 8 steps (were in two" in text, text
-    assert "taken back" not in text and "the clusters are one job again" in text, text
+    assert "; reverted" not in text and "the clusters are one job again" in text, text

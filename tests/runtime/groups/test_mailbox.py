@@ -88,8 +88,8 @@ def other_shape(rank):
 
 def test_a_message_of_another_shape_is_one_line():
     said = (
-        "edge from stage 0 to stage 1: a message of rank 0 was (2,) torch.float32 in every step and is to "
-        "be")
+        "edge from stage 0 to stage 1: a message of rank 0 was (2,) torch.float32 in every step so far, "
+        "but is")
     assert f"{said} (3,) torch.float32 now" in run_ranks(other_shape, 2)[1][0]
 
 
@@ -159,11 +159,11 @@ def test_what_was_not_announced_is_not_sent():
         for shape, dtype in forms:
             box._check(torch.ones(shape, dtype=dtype), 5)
     box._check(torch.ones(2, 3), 5)
-    told = r"from stage 1 to stage 2 \(to rank 5\): micro-batch 2 is \(5,\) torch.int64, announced was \(4,\)"
+    told = r"from stage 1 to stage 2 \(to rank 5\): micro-batch 2 is \(5,\) torch.int64, expected \(4,\)"
     with pytest.raises(HolmesError, match=told):
         box._check(torch.ones(5, dtype=torch.int64), 5)
     box.announce([((9,), torch.float32)], 5)
-    with pytest.raises(HolmesError, match="announced was .9,. torch.float32"):
+    with pytest.raises(HolmesError, match="expected .9,. torch.float32"):
         box._check(torch.ones(9, dtype=torch.bfloat16), 5)
 
 

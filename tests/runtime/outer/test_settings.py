@@ -31,7 +31,7 @@ def test_what_is_not_given_suits_what_is():
     ("every=8,fragments=4,delay=2", r"delay=2 must be less than every / fragments = 2 steps"),
     ("every=0", "every=0 is not above 0"), ("every=x", "'x' is not steps or seconds"),
     ("evry=30", "'evry' is not known; did you mean 'every'"), ("lr", "'lr' is not NAME=VALUE"),
-    ("lr=0.1,lr=0.2", "lr stands twice"), ("lr=nan", "'nan' is not a number"),
+    ("lr=0.1,lr=0.2", "lr is given twice"), ("lr=nan", "'nan' is not a number"),
     ("momentum=1", "momentum=1 is not 0 to 0.9999"), ("momentum=much", "'much' is not a number, or auto"),
     ("mix=2", "mix='2' is neither keep nor a share"),
     ("compress=int4", "'int4' is not one of off, bf16, int8"),

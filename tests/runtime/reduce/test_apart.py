@@ -163,8 +163,8 @@ def test_what_only_joined_jobs_can_is_refused(outer, said):
 
 
 @pytest.mark.parametrize("given, said", [
-    ({"apart": "2", "adapt": "off"}, "--holmes-apart goes with --holmes-adapt on"),
-    ({"apart": "2", "join": "a@127.0.0.1:1"}, "not with --holmes-join"),
+    ({"apart": "2", "adapt": "off"}, "--holmes-apart needs --holmes-adapt on"),
+    ({"apart": "2", "join": "a@127.0.0.1:1"}, "cannot be combined with --holmes-join"),
     ({"outer": "every=8"}, "give --holmes-join .* or --holmes-apart too"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_together(given, said):

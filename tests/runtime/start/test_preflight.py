@@ -159,7 +159,7 @@ def test_bad_ethernet_ends_all_ranks(monkeypatch):
     site = site_of(b0={ETHERNET: "192.0.2.1"})
     outcome = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch)
     assert all(
-        "b0 (rank 2, ethernet0, 192.0.2.1)" in str(error) and "mend its cable" in str(error)
+        "b0 (rank 2, ethernet0, 192.0.2.1)" in str(error) and "fix its cable" in str(error)
         for error in outcome.values()
     ), outcome
 

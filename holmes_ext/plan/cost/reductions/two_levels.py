@@ -82,17 +82,17 @@ class TwoLevels(PricedReduction):
     @cached_property
     def across(self) -> Price:
         """There and back."""
-        both: dict[object, float] = defaultdict(float)
+        bit_s: dict[object, float] = defaultdict(float)
         for load in (self.there, self.back):
             assert load.fabric is not None
             for nic, flows in load.nics:
-                both[nic] += flows / load.fabric.rate_bps
+                bit_s[nic] += flows / load.fabric.rate_bps
             for hop, flows in load.hops:
-                both[hop] += flows / hop.rate_bps
+                bit_s[hop] += flows / hop.rate_bps
         stall_s = 2 * self.half_s / self.chunk_bytes if self.stalls else 0.0
         # a receive is posted with the send: gloo's sender hears of it a way later
         turns = 4 if self.stalls else 2
-        return Price(8 * self.share * max(both.values()) + stall_s, turns * self.half_s)
+        return Price(8 * self.share * max(bit_s.values()) + stall_s, turns * self.half_s)
 
     @property
     def once(self) -> Price:
@@ -108,8 +108,8 @@ class TwoLevels(PricedReduction):
             return self.once.seconds(size)
         stall_s = 2 * self.half_s / self.chunk_bytes if self.stalls else 0.0
         # nothing follows that could stall
-        each = self.inside.byte_s + self.across.byte_s + 2 * self.relay_byte_s - stall_s
-        alone = Price(each, self.inside.latency_s + self.across.latency_s)
+        byte_s = self.inside.byte_s + self.across.byte_s + 2 * self.relay_byte_s - stall_s
+        alone = Price(byte_s, self.inside.latency_s + self.across.latency_s)
         return (alone + self.gather).seconds(size)
 
     def sized(self, size: float) -> TwoLevels:
@@ -135,11 +135,11 @@ class TwoLevels(PricedReduction):
     ) -> Iterator[Flow]:
         names: list[Tag] = [(*tag, chunk, step) for step in range(len(steps))]
         names[-1] = tag if last else names[-1]
-        for step, (loads, then) in enumerate(zip(steps, (*names[1:], None))):
+        for step, (loads, following) in enumerate(zip(steps, (*names[1:], None))):
             crosses = loads is not self.insides
             way_s, part = (across_s, self.share) if crosses else (0.0, 1.0)
             blocks = self.stalls and crosses
-            yield Flow(loads, (part * size,), names[step], (tag[:3], step), then, True, way_s, blocks)
+            yield Flow(loads, (part * size,), names[step], (tag[:3], step), following, True, way_s, blocks)
 
     def streams(self, network: Network, crossing: float) -> int:
         """TCP streams between two ranks that fill the measured links; crossing: groups at once."""
@@ -203,7 +203,7 @@ def _two_levels(
     )
     around = CrossClusterAlgorithm("ring" if network.wan else "direct", tuple(clusters))  # NCCL's all-reduce
     routes = ways_across(network.wan, tuple(clusters)) if direct else (around,)
-    made = []
+    candidates = []
     for route in routes[:1] if compress != "off" else routes:
         there, back = (_half(network, family, clusters, ranks, half, groups) for half in route.halves)
         assert there.fabric is not None
@@ -212,7 +212,7 @@ def _two_levels(
         def way_s(pair: Pair) -> float:
             return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023
 
-        one = TwoLevels(
+        levels = TwoLevels(
             insides=insides, there=there, back=back,
             chunk_bytes=given_bytes or chunk_bytes(min(ranks.values()), direct),
             route=route, ranks=ranks, half_s=route.latency_s(way_s), share=share,
@@ -221,9 +221,9 @@ def _two_levels(
             stalls=bool(network.wan) and direct and route.algorithm == "direct",
             senders=max(_senders(part, groups) for part in family.parts),
         )  # fmt: skip
-        made.append(one if given_bytes else one.sized(size))
-    best = min(made, key=lambda one: one.seconds(size))
-    return best if best.seconds(size) < WORTH * made[0].seconds(size) else made[0]
+        candidates.append(levels if given_bytes else levels.sized(size))
+    best = min(candidates, key=lambda candidate: candidate.seconds(size))
+    return best if best.seconds(size) < WORTH * candidates[0].seconds(size) else candidates[0]
 
 
 def _relay_byte_s(network: Network, fabric: Fabric, route: CrossClusterAlgorithm,
@@ -250,8 +250,8 @@ def _inside(
     """One step among the ranks of a cluster."""
     if sum(part.nodes for part in parts) == 1:
         return Load(inside_bps=inside_bps, volume=(ranks - 1) / ranks)
-    fabric, here = network.fabric(part.kind for part in parts), max(part.here for part in parts)
-    volume = here * (ranks - here) / ranks if direct else (ranks - 1) / ranks
+    fabric, per_node = network.fabric(part.kind for part in parts), max(part.here for part in parts)
+    volume = per_node * (ranks - per_node) / ranks if direct else (ranks - 1) / ranks
     flows = {part.node: float(part.crowd if groups else part.groups) for part in parts}
     nodes = sum(part.nodes for part in parts)
     return Load(
@@ -269,13 +269,13 @@ def _half(
     fabric = network.fabric(family.kinds)
     leaving: dict[str, float] = defaultdict(float)
     reaching: dict[str, float] = defaultdict(float)
-    for (one, two), volume in volumes.items():
-        leaving[one] += volume / ranks[one]
-        reaching[two] += volume / ranks[two]
+    for (source, target), volume in volumes.items():
+        leaving[source] += volume / ranks[source]
+        reaching[target] += volume / ranks[target]
     nics = tuple(
-        ((part.node, fabric.name, direction), _senders(part, groups) * each[name])
-        for direction, each in (("out", leaving), ("in", reaching))
-        for name, parts in clusters.items() if name in each for part in parts
+        ((part.node, fabric.name, direction), _senders(part, groups) * volume_of[name])
+        for direction, volume_of in (("out", leaving), ("in", reaching))
+        for name, parts in clusters.items() if name in volume_of for part in parts
     )
     crossing = {pair: volume * (groups or family.count) for pair, volume in volumes.items()}
     posts = family.count * sum(max(ranks[name] for name in pair) for pair in volumes)

@@ -13,18 +13,18 @@ class ChainBound(StepLowerBound):
     """Of one placement; costs: of the simulation."""
 
     def chained(self, low: float, known: float) -> tuple[float, tuple[int, ...]]:
-        """As seconds between `low` and `known`, with the stages' last backwards one after the other; and a
-        split for which no more is known. (`known`, ()) where none is below that."""
-        found = self._chain(known)
-        if not found:
+        """A bound between `low` and `known` (seconds), with the stages' last backwards one after the other,
+        and a split that it leaves possible; (`known`, ()) where no split can take less than `known`."""
+        split = self._chain(known)
+        if not split:
             return known, ()
         while known - low > NEAR * low:
             middle = (low + known) / 2
-            if split := self._chain(middle):
-                found, known = split, middle
+            if closer := self._chain(middle):
+                split, known = closer, middle
             else:
                 low = middle
-        return low, found
+        return low, split
 
     def _chain(self, step_s: float) -> tuple[int, ...]:
         """A split that could take no longer; () where there is none."""
@@ -39,14 +39,14 @@ class ChainBound(StepLowerBound):
         ends, choices, over = {0: 0.0}, [], sum(most)
         for stage in reversed(range(self.count)):
             over -= most[stage]
-            found = self._chain_stage(stage, most[stage], ends, over, step_s, rest_s)
-            ends = {below: moment for below, (moment, _, _) in found.items()}
-            choices.append(found)
+            stage_choices = self._chain_stage(stage, most[stage], ends, over, step_s, rest_s)
+            ends = {below: moment for below, (moment, _, _) in stage_choices.items()}
+            choices.append(stage_choices)
         below, split = self.layers, []
-        for found in reversed(choices):
-            if below not in found:
+        for stage_choices in reversed(choices):
+            if below not in stage_choices:
                 return ()
-            _, layers, below = found[below]
+            _, layers, below = stage_choices[below]
             split.append(layers)
         return tuple(split)
 

@@ -29,18 +29,18 @@ from __future__ import annotations
 from holmes_ext.plan.search.bound.stages import Stages
 
 
-def interleaved_s(least: Stages) -> float:
+def interleaved_s(bounds: Stages) -> float:
     """Seconds that the simulated step takes at least."""
-    bounds, v, m, count, edges = least, least.run.virtual, least.m, least.count, least.edges
-    n, total, stages = least.layers // count, v * m, range(count)
-    forward, backward = ([n * each / v for each in way] for way in (bounds.forward, bounds.backward))
+    v, m, count, edges = bounds.run.virtual, bounds.m, bounds.count, bounds.edges
+    n, total, stages = bounds.layers // count, v * m, range(count)
+    forward, backward = ([n * seconds / v for seconds in row] for row in (bounds.forward, bounds.backward))
     first_f, last_f = bounds.extra_forward[0], bounds.extra_forward[-1]
-    turns = v * sum(edges) + (v - 1) * least.around.all_s  # of one micro-batch from stage to stage, one way
+    turns = v * sum(edges) + (v - 1) * bounds.around.all_s  # of one micro-batch from stage to stage, one way
     begun = [min(total, (count - stage - 1) * 2 + (v - 1) * count) if m > count else total
              for stage in stages]
-    closing = [min(one + 1, total) for one in begun]  # r_s: backward passes after a stage's last forward
+    closing = [min(passes + 1, total) for passes in begun]  # r_s: backward passes after the last forward
     begin, back, last, end = [0.0], [0.0] * count, [0.0] * count, [0.0] * count
-    turn_f, turn_b = (sum(way) + sum(edges) + least.around.all_s for way in (forward, backward))
+    turn_f, turn_b = (sum(row) + sum(edges) + bounds.around.all_s for row in (forward, backward))
 
     def behind(turn_s: float, each_s: float, turns: int = v - 1) -> float:
         """What waiting for so many turns adds to passes, or messages, that take each_s."""
@@ -50,56 +50,56 @@ def interleaved_s(least: Stages) -> float:
         begin.append(begin[-1] + forward[stage - 1] + edges[stage - 1] + first_f * (stage == 1))
     through = v * sum(forward) + first_f + last_f + turns  # the first micro-batch, and back to a stage
     for stage in reversed(stages):
-        flow, own = least.flow[stage - 1] if stage else 0.0, forward[stage]
-        back[stage] = max(through, begin[stage] + max(closing[stage] * own + behind(turn_f, own),
-                                                      (closing[stage] - 1) * flow + behind(turn_f, flow)
-                                                      + own))
+        flow, forward_s = bounds.flow[stage - 1] if stage else 0.0, forward[stage]
+        passes_s = closing[stage] * forward_s + behind(turn_f, forward_s)
+        messages_s = (closing[stage] - 1) * flow + behind(turn_f, flow) + forward_s
+        back[stage] = max(through, begin[stage] + max(passes_s, messages_s))
         if stage < count - 1:
             below = backward[stage + 1] + bounds.extra_backward[-1] * (stage == count - 2)
             back[stage] = max(back[stage], back[stage + 1] + below + edges[stage])
         through += backward[stage] + (edges[stage - 1] if stage else 0.0)
         through += bounds.extra_backward[-1] * (stage == count - 1)
     for stage in stages:
-        flow, own = least.flow[stage - 1] if stage else 0.0, forward[stage]
-        both = forward[stage] + backward[stage]
-        moments = [begin[stage] + total * own + m * bounds.extra_forward[stage],
-                   begin[stage] + total * own + behind(turn_f, own),
-                   begin[stage] + (total - 1) * flow + behind(turn_f, flow) + own]
+        flow, forward_s = bounds.flow[stage - 1] if stage else 0.0, forward[stage]
+        pair_s = forward[stage] + backward[stage]
+        moments = [begin[stage] + total * forward_s + m * bounds.extra_forward[stage],
+                   begin[stage] + total * forward_s + behind(turn_f, forward_s),
+                   begin[stage] + (total - 1) * flow + behind(turn_f, flow) + forward_s]
         if total > begun[stage]:
-            moments.append(back[stage] + (total - begun[stage] - 1) * both)
+            moments.append(back[stage] + (total - begun[stage] - 1) * pair_s)
         if stage:
-            moments.append(last[stage - 1] + edges[stage - 1] + own + last_f * (stage == count - 1))
+            moments.append(last[stage - 1] + edges[stage - 1] + forward_s + last_f * (stage == count - 1))
         last[stage] = max(moments)
     # the last one's way back
-    through = last[-1] + (v - 1) * (sum(backward) + sum(edges) + least.around.all_s)
+    through = last[-1] + (v - 1) * (sum(backward) + sum(edges) + bounds.around.all_s)
     for stage in reversed(stages):
-        own = backward[stage]
-        through += own + bounds.extra_backward[stage]
+        backward_s = backward[stage]
+        through += backward_s + bounds.extra_backward[stage]
         through += edges[stage] if stage < count - 1 else 0.0
-        moments = [through, last[stage] + closing[stage] * own,
-                   back[stage] + total * own + behind(turn_b, own)]
+        moments = [through, last[stage] + closing[stage] * backward_s,
+                   back[stage] + total * backward_s + behind(turn_b, backward_s)]
         if stage < count - 1:
-            below, flow = backward[stage + 1], least.flow[stage]
-            moments.append(back[stage] + (total - 1) * flow + behind(turn_b, flow) + own)
-            moments += [end[stage + 1] + edges[stage] + own,
-                        last[stage + 1] + below + closing[stage + 1] * flow + own,
-                        begin[stage + 1] + forward[stage + 1] + total * least.sent[stage + 1] + own]
+            below, flow = backward[stage + 1], bounds.flow[stage]
+            moments.append(back[stage] + (total - 1) * flow + behind(turn_b, flow) + backward_s)
+            moments += [end[stage + 1] + edges[stage] + backward_s,
+                        last[stage + 1] + below + closing[stage + 1] * flow + backward_s,
+                        begin[stage + 1] + forward[stage + 1] + total * bounds.sent[stage + 1] + backward_s]
         end[stage] = max(moments)
-    found = [m * (v - 1) * least.around.flow_s]
-    rests = [n * each + once for each, once in (after.rest for after in least.after)]
-    for stage, after in enumerate(least.after):
-        own, (each, fixed) = backward[stage], after.reduce
-        rest_s = least.tied[stage] + (max(rests) if least.barrier else rests[stage])
-        found.append(end[stage] + rest_s + (0.0 if after.hidden else n * each + fixed))
-        there = least.sent_there[stage]
-        found.append(begin[stage] + forward[stage] + total * there + n * after.shared + rest_s)
+    steps_s = [m * (v - 1) * bounds.around.flow_s]
+    rests = [n * each_s + once_s for each_s, once_s in (after.rest for after in bounds.after)]
+    for stage, after in enumerate(bounds.after):
+        backward_s, (block_s, fixed) = backward[stage], after.reduce
+        rest_s = bounds.tied[stage] + (max(rests) if bounds.barrier else rests[stage])
+        steps_s.append(end[stage] + rest_s + (0.0 if after.hidden else n * block_s + fixed))
+        sent_s = bounds.sent_there[stage]
+        steps_s.append(begin[stage] + forward[stage] + total * sent_s + n * after.shared + rest_s)
         chunks = (closing[stage] - 1) // count + 1 if after.hidden else 0
         for chunk in range(min(v, chunks)):  # whose last backward is followed by those of so many chunks
             gone = chunk * count
             over = end[stage] if not chunk else max(
-                last[stage] + (closing[stage] - gone) * own,
-                back[stage] + (total - gone) * own + behind(turn_b, own, v - 1 - chunk))
-            part = n * each * (chunk + 1) / v + (fixed if stage < count - 1 else 0.0)
-            carried = n * after.shared * (chunk + 1) / v + gone * there / 2
-            found.append(over - own - bounds.extra_backward[stage] + max(part, carried) + rest_s)
-    return max(found)
+                last[stage] + (closing[stage] - gone) * backward_s,
+                back[stage] + (total - gone) * backward_s + behind(turn_b, backward_s, v - 1 - chunk))
+            part = n * block_s * (chunk + 1) / v + (fixed if stage < count - 1 else 0.0)
+            carried = n * after.shared * (chunk + 1) / v + gone * sent_s / 2
+            steps_s.append(over - backward_s - bounds.extra_backward[stage] + max(part, carried) + rest_s)
+    return max(steps_s)

@@ -35,24 +35,24 @@ class SharedHop(NamedTuple):
     alike: tuple[int, ...] = ()
 
     def blocks(self, seconds: float) -> float:
-        """That it carries in so much time; below 0 where it has none for what the ends have."""
+        """That it carries in so much time; below 0 where the time is too short for what the ends add."""
         return (seconds - self.ends_s) / self.each_s
 
     def blocks_beside_first(self, most: Sequence[int], seconds: float) -> float:
-        """Of all its stages, of which each has room for so many, where the first one is reduced in so much
-        time; below 0 where it never is."""
+        """On all its stages at most, where each has room for most[stage] and the first one must be reduced in
+        so much time; -inf where it cannot be, inf where the first one is not on it."""
         if 0 not in self.stages:
             return inf
         others = sorted((most[stage] for stage in self.alike if stage), reverse=True)
-        free, found = sum(most[stage] for stage in self.stages) - most[0] - sum(others), -inf
-        for own in range(1, most[0] + 1):
-            first_s = own * self.each_s + self.first_s
+        free, best = sum(most[stage] for stage in self.stages) - most[0] - sum(others), -inf
+        for blocks in range(1, most[0] + 1):
+            first_s = blocks * self.each_s + self.first_s
             for more in range(len(others) + 1):  # that have more than the first one
                 left_s = seconds - (1 + FAIR * more) * first_s
                 if left_s >= 0:
-                    rest = min(sum(others[more:]), left_s / (FAIR * self.each_s))
-                    found = max(found, own + free + sum(others[:more]) + rest)
-        return found
+                    others_blocks = min(sum(others[more:]), left_s / (FAIR * self.each_s))
+                    best = max(best, blocks + free + sum(others[:more]) + others_blocks)
+        return best
 
 
 def shared_hops(stages: Stages) -> list[SharedHop]:
@@ -61,25 +61,25 @@ def shared_hops(stages: Stages) -> list[SharedHop]:
     for stage in range(stages.count):
         for hop, seconds in _byte_s(stages, stage).items():
             byte_s[hop][stage] = seconds
-    found: list[SharedHop] = []
-    every = [_shared(stages, own) for own in byte_s.values() if min(own.values()) > 0]
-    for one in sorted(every, key=lambda one: -len(one.stages) * one.each_s):
-        if not any(set(one.stages) & set(other.stages) for other in found):
-            found.append(one)
-    return found
+    chosen: list[SharedHop] = []
+    candidates = [_shared(stages, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0]
+    for shared in sorted(candidates, key=lambda item: -len(item.stages) * item.each_s):
+        if not any(set(shared.stages) & set(earlier.stages) for earlier in chosen):
+            chosen.append(shared)
+    return chosen
 
 
 def _shared(stages: Stages, byte_s: dict[int, float]) -> SharedHop:
     first, block, last = stages.prices.job.reduced_bytes
     ends_s = byte_s.get(0, 0.0) * first + byte_s.get(stages.count - 1, 0.0) * last
     where, of_first = stages.placement.stages, byte_s.get(0, 0.0)
-    alike = (own for own, seconds in byte_s.items() if where[own] == where[0] and seconds == of_first)
+    alike = (stage for stage, seconds in byte_s.items() if where[stage] == where[0] and seconds == of_first)
     return SharedHop(tuple(byte_s), min(byte_s.values()) * block, ends_s, of_first * first, tuple(alike))
 
 
 def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
     """Seconds of a byte of a stage's gradients on every hop that they pass."""
-    run, found = stages.run, defaultdict[Hop, float](float)
+    run, byte_s = stages.run, defaultdict[Hop, float](float)
     part = (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
     reduction, _ = stages.reduction(stage, stages.column)
     loads: tuple[Load, ...] = (reduction.load,)
@@ -89,15 +89,15 @@ def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
         loads, part = (reduction.there, reduction.back), part * reduction.share
     for load in loads:
         for hop, flows in load.hops:
-            found[hop] += 8 * part * load.volume * flows / hop.rate_bps
-    return found
+            byte_s[hop] += 8 * part * load.volume * flows / hop.rate_bps
+    return byte_s
 
 
 def blocks_at_most(
     hops: Sequence[SharedHop], most: Sequence[int], seconds: Sequence[float], first_s: float = inf
 ) -> float:
-    """Of all stages, of which each has room for so many, with so much time for what each hop carries, and for
-    the first stage's part of it."""
+    """On all stages, where each has room for most[stage], with so much time for what each hop carries;
+    first_s: for the first stage's part of it."""
     total: float = sum(most)
     for hop, left_s in zip(hops, seconds):
         room = sum(most[stage] for stage in hop.stages)

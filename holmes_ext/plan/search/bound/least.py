@@ -56,8 +56,7 @@ APART = 0.01
 
 
 class _Passes(NamedTuple):
-    """All of a stage, from its first forward to its last backward's end, but what micro-batches take
-    below."""
+    """A stage from its first forward to its last backward's end, without what micro-batches take below."""
 
     #: Its own passes, which wait once for what is below.
     alone: float
@@ -124,15 +123,15 @@ class StepLowerBound(Stages):
         """What the longest of all stages' optimizers and gathers may take: at least, and less than, in steps
         of APART. No stage begins one before the last one's gradients are reduced. groups: (rest, layers at
         most), stages that have them."""
-        each_of = ((rest, most) for (rest, most), _ in groups)
-        every = sorted({n * each + once for (each, once), most in each_of for n in range(1, most + 1)})
+        rests = ((rest, most) for (rest, most), _ in groups)
+        seconds = sorted({n * block_s + once for (block_s, once), most in rests for n in range(1, most + 1)})
         small = APART * self.m * self.layers / self.count * min(self.each)
         result, at = [], 0
-        while at < len(every):
-            above = bisect_right(every, every[at] + max(small, 10 * APART * every[at]))
-            limit = every[above] if above < len(every) else inf
+        while at < len(seconds):
+            above = bisect_right(seconds, seconds[at] + max(small, 10 * APART * seconds[at]))
+            limit = seconds[above] if above < len(seconds) else inf
             if sum(count * max(0, _below(limit, *group)) for group, count in groups) >= self.layers:
-                result.append((every[at], limit))
+                result.append((seconds[at], limit))
             at = above
         return result
 
@@ -142,21 +141,20 @@ class StepLowerBound(Stages):
         return above, above + (self.gone[stage] if stage < self.count - 1 else 0.0)
 
     def _passes(self, stage: int, layers: int) -> _Passes:
-        """Of so many layers, with as many micro-batches in flight as the memory holds then (1F1B's at
-        least)."""
+        """Of so many layers, with as many micro-batches in flight as memory then holds (at least 1F1B's)."""
         if layers in self.own[stage]:
             return self.own[stage][layers]
         m, begun = self.m, self._begun(stage, layers)
         above, blocked = self._blocked(stage)
         forward = layers * self.forward[stage] + self.extra_forward[stage]
-        both = layers * self.each[stage] + self.extra[stage]
-        alone = m * both - (begun - 1) * forward + (m - begun) * blocked + (begun - 1) * above
+        pair_s = layers * self.each[stage] + self.extra[stage]
+        alone = m * pair_s - (begun - 1) * forward + (m - begun) * blocked + (begun - 1) * above
         rounds = (m - 1) // begun
 
         def in_rounds(count: int) -> float:
             """A round is as many as are begun; before them are pairs of passes."""
             pairs = m - 1 - count * begun
-            return (pairs + count + 1) * both + max(0, pairs - 1) * blocked
+            return (pairs + count + 1) * pair_s + max(0, pairs - 1) * blocked
 
         once = in_rounds(1) if rounds else -inf
         result = _Passes(alone, once, in_rounds(rounds) if rounds > 1 else once, rounds)
@@ -203,18 +201,17 @@ class StepLowerBound(Stages):
         return min(self._left(0, layers, rest_s) for layers in range(1, self.most[0] + 1))
 
     def _work(self, most: Sequence[int], from_stage: int = 0) -> float:
-        """Of a micro-batch at least, with at most so many layers a stage; those before from_stage forward
-        only."""
+        """Of a micro-batch at least, with `most` layers a stage at most; forward alone before from_stage."""
         ends = sum(self.extra[from_stage:]) + sum(self.extra_forward[:from_stage])
         if self.even:
             above = min(self.layers - self.count + from_stage, sum(most[:from_stage]))
             return above * self.forward[0] + (self.layers - above) * self.each[0] + ends
         cost = [*self.forward[:from_stage], *self.each[from_stage:]]
-        total, left = sum(cost) + ends, self.layers - self.count
+        total, remaining = sum(cost) + ends, self.layers - self.count
         for stage in sorted(range(self.count), key=cost.__getitem__):
-            taken = min(left, most[stage] - 1)
-            total, left = total + taken * cost[stage], left - taken
-            if not left:
+            layers = min(remaining, most[stage] - 1)
+            total, remaining = total + layers * cost[stage], remaining - layers
+            if not remaining:
                 break
         return total
 
@@ -226,44 +223,45 @@ class StepLowerBound(Stages):
         """The most layers of each stage in such a split; rest_s, limit_s: of _levels."""
         most, above, first_s = list(self.most), 0, self._left(0, 1, rest_s)
         for stage in range(self.count):
-            least = min(_below(limit_s, self.after[stage].rest, most[stage]), self.layers - self.count + 1)
-            if least < 1:
+            limit = min(_below(limit_s, self.after[stage].rest, most[stage]), self.layers - self.count + 1)
+            if limit < 1:
                 return None
-            most[stage] = least
+            most[stage] = limit
 
             def takes(layers: int) -> float:
                 return self._takes(stage, layers, above, rest_s, first_s)  # noqa: B023
 
-            if takes(least) > step_s:
-                most[stage] = bisect_right(range(1, least), step_s, key=takes)
+            if takes(limit) > step_s:
+                most[stage] = bisect_right(range(1, limit), step_s, key=takes)
                 if not most[stage]:
                     return None
             above += most[stage]
-        good = sum(most) >= self.layers and all(self._reduced(own, most, step_s) for own in self.together)
+        good = sum(most) >= self.layers
+        good = good and all(self._reduced(stages, most, step_s) for stages in self.together)
         if good and self.crossing:
             left_s, down_s = step_s - self._last_begun(most), self.there[-1]
-            left = [left_s - (down_s - self.there[max(hop.stages)]) for hop in self.crossing]
+            hop_left_s = [left_s - (down_s - self.there[max(hop.stages)]) for hop in self.crossing]
             first_s = left_s - down_s - self.tied[0] - rest_s
-            good = blocks_at_most(self.crossing, most, left, first_s) >= self.layers * ALMOST
+            good = blocks_at_most(self.crossing, most, hop_left_s, first_s) >= self.layers * ALMOST
         return most if good else None
 
     def _takes(self, stage: int, layers: int, above: int, rest_s: float, first_s: float) -> float:
-        """Of a step at least where a stage has so many layers, those above at most `above`, the others lie
-        where they take least. first_s: of the first stage after its last backward."""
-        left, below = self.layers - layers - self.count + 1, self.below[stage]
+        """Of a step at least, where a stage has so many layers, the stages above have `above` at most, and
+        the rest lie where they take least. first_s: of the first stage after its last backward."""
+        remaining, below = self.layers - layers - self.count + 1, self.below[stage]
         down, up = self.down[stage], self.up[stage]
-        if left:
-            own = self.each[stage] if self.m > 1 else self.forward[stage]  # at most so: fewer take no longer
-            more_down = min(self.more_down[stage], own)
-            more_below = min(self.more_below[stage], own)
-            more_up = min(self.more_up[stage], own - more_down)
+        if remaining:
+            layer_s = self.each[stage] if self.m > 1 else self.forward[stage]  # at most: fewer take no longer
+            more_down = min(self.more_down[stage], layer_s)
+            more_below = min(self.more_below[stage], layer_s)
+            more_up = min(self.more_up[stage], layer_s - more_down)
             if more_down + more_up <= more_below or stage == self.count - 1:
-                there = min(left, above - stage) if stage < self.count - 1 else left
-                down, up = down + there * more_down, up + there * more_up
-                below += (left - there) * more_below
+                upper = min(remaining, above - stage) if stage < self.count - 1 else remaining
+                down, up = down + upper * more_down, up + upper * more_up
+                below += (remaining - upper) * more_below
             else:
                 least = min(more_down, more_below)
-                down, up = down + left * least, up + left * (more_below - least)
+                down, up = down + remaining * least, up + remaining * (more_below - least)
         end = down + self.there[stage] + self._passes(stage, layers).seconds(below)
         end = max(end, self.flowed[stage] + layers * self.backward[stage])
         back = up + self.there[stage] + first_s
@@ -285,19 +283,21 @@ class StepLowerBound(Stages):
         return self._last_begun(most) + total * least <= step_s
 
     def _last_begun(self, most: Sequence[int]) -> float:
-        """Seconds before which no stage's last backward begins: not before that one's last forward is over,
-        of a stage that has as many layers as it can or few less; nor before all messages are down."""
+        """Seconds before which no stage's last backward begins: not before the stage's last forward is over,
+        with as many layers as it can have or few less; nor before all messages are down."""
         spare, begun = sum(most) - self.layers, []
         for stage in range(self.count):
-            fixed, each = self.starts[stage]
+            fixed, block_s = self.starts[stage]
             fewest = max(1, most[stage] - spare // self.count)
-            layers = fewest if each > 0 else most[stage]
-            begun.append(self._work(most, stage) + fixed + each * layers)
+            layers = fewest if block_s > 0 else most[stage]
+            begun.append(self._work(most, stage) + fixed + block_s * layers)
         flow = (self.m - 1) * max(self.flow, default=0.0)
         return max(min(begun), self._work(most, self.count) + self.there[-1] + flow)
 
 
 def _below(limit_s: float, rest: tuple[float, float], most: int) -> int:
     """Layers, `most` at most, whose optimizer and gather take less than limit_s."""
-    each, once = rest
-    return min(most, ceil((limit_s - once) / each * (1 - 1e-12)) - 1) if limit_s < inf and each else most
+    block_s, once = rest
+    if limit_s == inf or not block_s:
+        return most
+    return min(most, ceil((limit_s - once) / block_s * (1 - 1e-12)) - 1)

@@ -79,10 +79,10 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
             if any(fabric.name in node.fabrics for node in site.nodes)]
     rates = {fabric.name: fabric.rate_bps for fabric in fast}
     rate_bps = rates[ETHERNET] + max((rate for name, rate in rates.items() if name != ETHERNET), default=0)
-    one = Fabric(ETHERNET, "ethernet", rate_bps, min(fabric.latency_s for fabric in fast))
+    shared_fabric = Fabric(ETHERNET, "ethernet", rate_bps, min(fabric.latency_s for fabric in fast))
     nodes = [Node(name, cluster, site.processes, (Port(ETHERNET, rate_bps=rate_bps),))
              for name, cluster in clusters.items()]
-    return Site(tuple(nodes), (one,), site.source)
+    return Site(tuple(nodes), (shared_fabric,), site.source)
 
 
 def of_family(

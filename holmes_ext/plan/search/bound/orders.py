@@ -59,8 +59,8 @@ class OrderBounds:
         """What a chain of single clusters says of its links and of its ends."""
         placement, = self.orders.made(self.sizes, tuple((kind,) for kind in chain))
         bound = self.bound_of(placement)
-        each = bound.count // len(chain)
-        borders = range(each - 1, bound.count - 1, each)
+        per_cluster = bound.count // len(chain)
+        borders = range(per_cluster - 1, bound.count - 1, per_cluster)
         for pair, border in zip(zip(chain, chain[1:]), borders):
             self.message[pair] = bound.edges[border], bound.flow[border]
         self.tied[chain[0], chain[-1]] = bound.tied[0]
@@ -71,7 +71,7 @@ class OrderBounds:
 
     def below(self, best: float) -> tuple[list[tuple[float, Placement]], float]:
         """(bound, placement) of those that may take less than `best`; what the others take at least."""
-        found, bounded, number = [], 0, count()
+        result, bounded, number = [], 0, count()
         heap: list[tuple[float, int, int, Groups]] = []
         for together in self.every[1:]:
             if len(self.every) % together == 0 and len(self.every) > together:
@@ -85,22 +85,22 @@ class OrderBounds:
                     bounded += 1
                     seconds = max(bound, self.bound_of(placement).seconds(best))
                     if seconds < best:
-                        found.append((seconds, placement))
+                        result.append((seconds, placement))
                 continue
             for more in self._next(groups, together):
                 longer = (*groups, more)
                 seconds = self.seconds(longer, together)
                 if seconds < best:
                     heapq.heappush(heap, (seconds, next(number), together, longer))
-        return found, heap[0][0] if heap and heap[0][0] < best else inf
+        return result, heap[0][0] if heap and heap[0][0] < best else inf
 
     def _next(self, groups: Groups, together: int) -> Iterator[tuple[int, ...]]:
-        """Groups that may follow; of clusters that are alike the first ones."""
+        """Groups that may follow; of clusters that are alike, the first unused ones alone."""
         used = {kind for group in groups for kind in group}
-        left, alike = [kind for kind in self.every if kind not in used], self.orders.alike
-        for group in combinations(left, together):
-            before = (kind for one in group for kind in left if kind < one and alike[kind] == alike[one])
-            if all(kind in group for kind in before):
+        free, alike = [kind for kind in self.every if kind not in used], self.orders.alike
+        for group in combinations(free, together):
+            earlier = (kind for last in group for kind in free if kind < last and alike[kind] == alike[last])
+            if all(kind in group for kind in earlier):
                 yield group
 
     def seconds(self, groups: Groups, together: int) -> float:

@@ -35,25 +35,25 @@ class ShapeBound:
         divisible, activations take the fastest network, and little is reduced."""
         shape, layers = self.shape, self.job.blocks
         alone = [self._alone(kind) for kind in range(len(self.ranks))]
-        forward, each = [f for f, _, _ in alone], [both for _, both, _ in alone]
+        forward, work = [f for f, _, _ in alone], [both for _, both, _ in alone]
         if not self._has_room(max(limit for _, _, limit in alone)):
             return inf
         stages = [ranks / self.size for ranks in self.ranks]
         m, edge, edges = shape.micro_batches, self.edge_s(), shape.pipeline - 1
         reductions = [self._reduction_s(kind) for kind in range(len(self.ranks))]
         if shape.virtual > 1:
-            return self._interleaved_s(stages, forward, each, reductions, edge)
-        room = sum(count / seconds for count, seconds in zip(stages, each))
-        share = max(f / seconds for f, seconds in zip(forward, each))
+            return self._interleaved_s(stages, forward, work, reductions, edge)
+        room = sum(count / seconds for count, seconds in zip(stages, work))
+        share = max(f / seconds for f, seconds in zip(forward, work))
         share = min(1.0, share * 1.2)  # embedding and output may have a greater one
         async_edges = self.prices.hide_edges
         ahead = m if async_edges and edges else min(shape.pipeline, m)  # at most, whatever the edges are
         load = self.edge_s(latency=False) if async_edges else edge
-        once, rounds = layers * min(each) + 2 * edges * edge, (m - 1) // ahead + 1
+        once, rounds = layers * min(work) + 2 * edges * edge, (m - 1) // ahead + 1
         weight = max(0.0, m - 1 - (ahead - 1) * share)
         # after its last backward, which may hide as much of it, a stage reduces what it holds
         alone_s = [
-            m * e - (ahead - 1) * f + max(0.0, r - (e - f)) - f for f, e, r in zip(forward, each, reductions)
+            m * e - (ahead - 1) * f + max(0.0, r - (e - f)) - f for f, e, r in zip(forward, work, reductions)
         ]
         reduced = layers * min(forward) + edges * edge
         if min(alone_s) > 0:
@@ -61,20 +61,19 @@ class ShapeBound:
         return max(once + weight * layers / room, m * layers / room, rounds * once, m * load, reduced)
 
     def _interleaved_s(
-        self, stages: Sequence[float], forward: Sequence[float], each: Sequence[float],
+        self, stages: Sequence[float], forward: Sequence[float], work: Sequence[float],
         reductions: Sequence[float], edge: float,
     ) -> float:
-        m, v, pipeline, edges = self.shape.micro_batches, self.shape.virtual, self.shape.pipeline, len(
-            stages) - 1
-        own, slowest = self.job.blocks / pipeline, max(each) * self.job.blocks / pipeline
-        alike = max(0.0, sum(count for count, seconds in zip(stages, each) if seconds == max(each)) - 1)
+        m, v, pipeline = self.shape.micro_batches, self.shape.virtual, self.shape.pipeline
+        stage_blocks, slowest = self.job.blocks / pipeline, max(work) * self.job.blocks / pipeline
+        alike = max(0.0, sum(count for count, seconds in zip(stages, work) if seconds == max(work)) - 1)
         # at most two edges at each border between clusters leave one: with many more, two neighbouring ones
         # are on one network
-        both = 2 if (pipeline - 1) // 2 > 2 * edges else 1
+        shared_edges = 2 if (pipeline - 1) // 2 > 2 * (len(stages) - 1) else 1
         # the last chunk's gradients are the first to be reduced: with the last micro-batch's backward
-        late = max(0.0, m - (pipeline * (v - 1) + 1) / v) * min(e - f for e, f in zip(each, forward))
-        reduced = own * (m * min(forward) + late + min(reductions))
-        return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * both * edge, reduced)
+        late = max(0.0, m - (pipeline * (v - 1) + 1) / v) * min(e - f for e, f in zip(work, forward))
+        reduced = stage_blocks * (m * min(forward) + late + min(reductions))
+        return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * shared_edges * edge, reduced)
 
     def _alone(self, kind: int) -> tuple[float, float, float]:
         """(forward, forward and backward of a block, memory) of a stage that lies on one kind of node."""
@@ -117,18 +116,18 @@ class ShapeBound:
         first = first and any(ranks // shape.pipeline % processes for ranks in self.ranks)  # pipelines first
         if shape.pipeline == 1 or first or self.size % processes:
             return 0.0
-        size, slices = self.job.block.activation_bytes, self.prices.slices(
-            Placement(self.sizes, processes, ()))
+        size = self.job.block.activation_bytes
+        slices = self.prices.slices(Placement(self.sizes, processes, ()))
         share = self.job.narrowed(self.prices.rules.narrow) / slices
-        every = range(len(self.ranks))
+        kinds = range(len(self.ranks))
 
         def least() -> float:
-            found = []
-            for fabric in {self.network.fabric((one, other)) for one in every for other in every}:
+            seconds = []
+            for fabric in {self.network.fabric((kind, other)) for kind in kinds for other in kinds}:
                 part = size * share if fabric.name == ETHERNET else size
                 line = self.network.line(fabric)
-                found.append(8 * processes * part / line.rate_bps + latency * line.latency_s)
-            return min(found)
+                seconds.append(8 * processes * part / line.rate_bps + latency * line.latency_s)
+            return min(seconds)
 
         return self.network.remember(("edge", size, share, latency), least)
 
@@ -138,19 +137,19 @@ class ShapeBound:
         shape, network, processes = self.shape, self.network, self.network.processes
         if shape.zero > 1 or self.size % processes or network.wan:
             return 0.0
-        every = range(len(self.ranks))
-        shards, here = shape.data * shape.context, max(1, min(processes, self.size) // shape.tensor)
+        kinds = range(len(self.ranks))
+        shards, per_node = shape.data * shape.context, max(1, min(processes, self.size) // shape.tensor)
 
         def byte_s(fabric: Fabric, count: int) -> float:
-            volume = 2 * (count - 1) / count if count > here else 0.0
-            return 8 * volume * (processes // here) / network.line(fabric).rate_bps
+            volume = 2 * (count - 1) / count if count > per_node else 0.0
+            return 8 * volume * (processes // per_node) / network.line(fabric).rate_bps
 
         def least_s() -> float:
-            own, shared = network.fabric([kind]), network.fabric(every)
-            return min(byte_s(own, max(1, shards // len(every))), byte_s(shared, shards))
+            inside, shared = network.fabric([kind]), network.fabric(kinds)
+            return min(byte_s(inside, max(1, shards // len(kinds))), byte_s(shared, shards))
 
-        least = network.remember(("least reduction", kind, shards, here), least_s)
-        return least * self.job.reduced_bytes[1] * (0.5 if shape.zero else 1.0)
+        byte_seconds = network.remember(("least reduction", kind, shards, per_node), least_s)
+        return byte_seconds * self.job.reduced_bytes[1] * (0.5 if shape.zero else 1.0)
 
     # ------------------------------------------------------------------- what crosses
 
@@ -175,7 +174,7 @@ class ShapeBound:
         shards = shape.data * shape.context
         summed = 0.0 if self.job.layers[1].expert_parameters else 8 * shape.tensor * self.job.total_bytes
         summed *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
-        found = []
+        bounds_s = []
         for together in (n for n in range(max(1, size // ranks), count + 1) if count % n == 0):
             seconds = 0.0
             if together > 1:
@@ -185,8 +184,8 @@ class ShapeBound:
             if together < count:
                 slowest = tree[count - together - 1]
                 seconds += shape.micro_batches * latency_s + size / together * every_bit / slowest
-            found.append(seconds)
-        return min(found)
+            bounds_s.append(seconds)
+        return min(bounds_s)
 
     @property
     def ring_bits(self) -> float:
@@ -210,20 +209,20 @@ def rates_between(network: Network) -> dict[tuple[int, int], float]:
 def best_links(network: Network) -> tuple[list[float], list[list[float]], float]:
     """Bits/s of the links of the spanning tree of the best ones (Prim 1957), descending; for 1, 2, ... others
     into each cluster from so many, descending; the least latency."""
-    every = range(len(network.kinds))
-    clusters, rate = [network.cluster(kind) for kind in every], rates_between(network)
-    hops = [network.wan.hops(clusters[one], clusters[two]) if rate[one, two] < inf else ()
-            for one, two in rate]
+    kinds = range(len(network.kinds))
+    clusters, rate = [network.cluster(kind) for kind in kinds], rates_between(network)
+    paths = [network.wan.hops(clusters[source], clusters[target]) if rate[source, target] < inf else ()
+             for source, target in rate]
     joined, tree = {0}, []
-    while len(joined) < len(every):
+    while len(joined) < len(kinds):
         border = (pair for pair in rate if pair[0] in joined and pair[1] not in joined)
-        one, two = max(border, key=rate.__getitem__)
-        joined.add(two)
-        tree.append(rate[one, two])
-    links = [sorted((rate[a, b] for a in every if a != b), reverse=True) for b in every]
+        inside, outside = max(border, key=rate.__getitem__)
+        joined.add(outside)
+        tree.append(rate[inside, outside])
+    links = [sorted((rate[a, b] for a in kinds if a != b), reverse=True) for b in kinds]
     uplinks = [network.wan.uplink_of.get(name, inf) for name in clusters]
-    into = [[min(sum(link[:count]), uplink) for link, uplink in zip(links, uplinks)] for count in every[1:]]
-    latency_s = min(sum(hop.latency_s for hop in own) for own in hops)
-    return sorted(tree, reverse=True), [sorted(own, reverse=True) for own in into], latency_s
+    into = [[min(sum(link[:count]), uplink) for link, uplink in zip(links, uplinks)] for count in kinds[1:]]
+    latency_s = min(sum(hop.latency_s for hop in path) for path in paths)
+    return sorted(tree, reverse=True), [sorted(rates, reverse=True) for rates in into], latency_s
 
 

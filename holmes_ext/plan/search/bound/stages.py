@@ -65,8 +65,8 @@ class Stages:
         self.extra = [f + b for f, b in zip(self.extra_forward, self.extra_backward)]
         #: Blocks that the memory holds.
         self.most = [
-            self.layers if room == inf else min(self.layers, floor((room - extra) / each * (1 + 1e-12)))
-            for room, each, extra in zip(costs.room_bytes, *_of(costs.memory))
+            self.layers if room == inf else min(self.layers, floor((room - extra) / block * (1 + 1e-12)))
+            for room, block, extra in zip(costs.room_bytes, *_of(costs.memory))
         ]
 
     def fits(self, split: Sequence[int]) -> bool:
@@ -78,26 +78,28 @@ class Stages:
         #: Whether as many micro-batches are in flight as hide the edges.
         self.async_edges = self.costs.hidden is not None
         columns = _columns(self.placement)
-        every = [[self._message(stage, low) for stage in range(count)] for low in columns]
-        column, found = max(zip(columns, every), key=lambda item: sum(one.all_s for one in item[1]))
+        by_column = [[self._message(stage, low) for stage in range(count)] for low in columns]
+        column, messages = max(zip(columns, by_column),
+                               key=lambda item: sum(message.all_s for message in item[1]))
         self.column = column
-        self.edges = [one.all_s for one in found[:-1]]
+        self.edges = [message.all_s for message in messages[:-1]]
         blocks = not self.async_edges and run.engine.sends != POSTED
-        self.gone = [one.held_s if blocks else 0.0 for one in found[:-1]]
-        self.flow = [one.flow_s for one in found[:-1]]
+        self.gone = [message.held_s if blocks else 0.0 for message in messages[:-1]]
+        self.flow = [message.flow_s for message in messages[:-1]]
         #: Micro-batches that a stage begins before its first backward, at most.
-        self.ahead = [min(one, self.m) for one in self._most_ahead()]
+        self.ahead = [min(ahead, self.m) for ahead in self._most_ahead()]
         #: From the last stage to the first.
-        self.around = found[-1]
-        self.sent = self._sent_both_ways(found)
-        own = [self.prices.network.fabric([self._kind(stage, column)]).name for stage in range(count)]
+        self.around = messages[-1]
+        self.sent = self._sent_both_ways(messages)
+        homes = [self.prices.network.fabric([self._kind(stage, column)]).name for stage in range(count)]
         #: The same where that NIC is the one that After.shared speaks of.
-        self.sent_there = [sent * (one.fabric == name) for sent, one, name in zip(self.sent, found, own)]
+        self.sent_there = [sent * (message.fabric == home)
+                           for sent, message, home in zip(self.sent, messages, homes)]
         self.after = [self._remember("after", stage, column, self._after) for stage in range(count)]
-        here = max(1, self.prices.network.processes // self.placement.stride)
-        stages = range(count)
+        per_node = max(1, self.prices.network.processes // self.placement.stride)
+        firsts = range(0, count, per_node) if per_node > 1 else ()
         #: Stages of one node, where nodes have several.
-        self.together = [list(stages[low : low + here]) for low in range(0, count, here)] if here > 1 else []
+        self.together = [list(range(count)[first : first + per_node]) for first in firsts]
         #: Whether a layer takes as long on every stage.
         self.even = len({*zip(self.forward, self.backward)}) == 1
         #: Whether the gradients' norm is summed over all stages before any optimizer.
@@ -116,19 +118,19 @@ class Stages:
         mean_s = (sum(self.extra) + self._least_work()) / self.count
         alone = edges, self.costs.hidden
         shared = both_ways(*alone, self.costs.nics, mean_s)
-        ways = [(own, max(mean_s, *sent)) for own, sent in (alone, shared)]
+        paces = [(edges_s, max(mean_s, *sent)) for edges_s, sent in (alone, shared)]
         for stage in reversed(range(self.count - 1)):
-            more = max(2 * own[stage] / pace if pace else 0.0 for own, pace in ways)
+            more = max(2 * edges_s[stage] / pace if pace else 0.0 for edges_s, pace in paces)
             result[stage] = result[stage + 1] + 1 + ceil(more)
         return result
 
     def _least_work(self) -> float:
         """Of all blocks of one micro-batch: each stage one, the others where they are fastest and fit."""
-        left, total = self.layers - self.count, sum(self.each)
+        remaining, total = self.layers - self.count, sum(self.each)
         for stage in sorted(range(self.count), key=self.each.__getitem__):
-            taken = min(left, self.most[stage] - 1)
-            total, left = total + taken * self.each[stage], left - taken
-            if not left:
+            taken = min(remaining, self.most[stage] - 1)
+            total, remaining = total + taken * self.each[stage], remaining - taken
+            if not remaining:
                 break
         return total
 
@@ -143,16 +145,16 @@ class Stages:
 
     def _message(self, stage: int, low: int) -> Message:
         """Of the pipelines at `low`, which send at the same time, the others being still."""
-        other = (stage + 1) % self.count
-        if other == stage:
+        following = (stage + 1) % self.count
+        if following == stage:
             return Message(0.0, 0.0, 0.0, 0.0, "")
         parts, tied = self.placement.parts, self.placement.tied
-        key = parts[stage // tied], parts[other // tied], stage % tied, other - stage, low
-        return self.prices.remember("message", key, lambda: self._message_of(stage, other, low))
+        key = parts[stage // tied], parts[following // tied], stage % tied, following - stage, low
+        return self.prices.remember("message", key, lambda: self._message_of(stage, following, low))
 
-    def _message_of(self, stage: int, other: int, low: int) -> Message:
+    def _message_of(self, stage: int, following: int, low: int) -> Message:
         prices, network = self.prices, self.prices.network
-        fold, ends = prices.fold(self.placement, stage, other)
+        fold, ends = prices.fold(self.placement, stage, following)
         edge = fold.edge(fold.kind_at(low), *ends)
         link, size = prices.link_bps(edge.kinds), prices.job.block.activation_bytes
         load = network.message(edge, link)
@@ -202,8 +204,8 @@ class Stages:
         bytes_s = [reduce.byte_s * size for size in job.reduced_bytes]
         ends = float(stage == 0), float(stage == self.count - 1)
 
-        def split(each: Sequence[float], fixed_s: float) -> tuple[float, float]:
-            return each[1], ends[0] * each[0] + ends[1] * each[2] + fixed_s
+        def split(by_kind: Sequence[float], fixed_s: float) -> tuple[float, float]:
+            return by_kind[1], ends[0] * by_kind[0] + ends[1] * by_kind[2] + fixed_s
 
         shared = self._shared(reduction, fold_kind=self._kind(stage, low)) * job.reduced_bytes[1]
         shared *= (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
@@ -215,15 +217,15 @@ class Stages:
         prices, run = self.prices, self.run
         fold, (place,) = prices.fold(self.placement, stage)
         kind = fold.kind_at(low)
-        family = next(each for each in fold.families(place) if kind in each.pipelines)
+        family = next(candidate for candidate in fold.families(place) if kind in candidate.pipelines)
         if family.ranks == 1:
             return PricedReduction(), family
         if run.in_two_levels(stage):
             size = prices.job.total_bytes / self.count
             link = prices.link_bps(family.kinds)
-            made = two_levels(prices.network, family, size, run.direct, 0, run.compress, link)
-            if made is not None:
-                return made, family
+            levels = two_levels(prices.network, family, size, run.direct, 0, run.compress, link)
+            if levels is not None:
+                return levels, family
         return PricedReduction(prices.network.ring(family, 0, prices.link_bps(family.kinds))), family
 
     def _kind(self, stage: int, low: int) -> int:
@@ -233,11 +235,11 @@ class Stages:
 
     def _shared(self, reduction: PricedReduction, fold_kind: int) -> float:
         """Seconds a byte of the reduction on the NIC that carries activations inside a kind's cluster."""
-        own = self.prices.network.fabric([fold_kind]).name
+        home = self.prices.network.fabric([fold_kind]).name
         loads = reduction.insides if isinstance(reduction, TwoLevels) else (reduction.load,)
-        found = [_nic_s(load) for load in loads if load.fabric is not None and load.fabric.name == own]
+        byte_s = [_nic_s(load) for load in loads if load.fabric is not None and load.fabric.name == home]
         twice = 2 if isinstance(reduction, TwoLevels) else 1
-        return twice * min(found, default=0.0)
+        return twice * min(byte_s, default=0.0)
 
     def _tied_s(self, low: int) -> float:
         """All-reduce of the tied gradient at least; 0 where first and last stage may share a node."""
@@ -245,10 +247,10 @@ class Stages:
         if last * self.placement.stride < prices.network.processes:
             return 0.0
         fold, _ = prices.fold(self.placement, 0, last)
-        pairs, both = prices.tied_of(fold, fold.kind_at(low), alone=True)
+        pairs, two_level = prices.tied_of(fold, fold.kind_at(low), alone=True)
         seconds = [pairs.seconds(size)]
-        if both is not None:
-            seconds.append(both.seconds(size) * (WORTH if prices.network.wan else 1.0))
+        if two_level is not None:
+            seconds.append(two_level.seconds(size) * (WORTH if prices.network.wan else 1.0))
         return min(seconds)
 
 

@@ -27,12 +27,12 @@ def opened(saved: Any, source: str) -> dict[str, Any]:
     """What was sealed. HolmesError when it is damaged, or of another version."""
     if not isinstance(saved, dict) or not isinstance(saved.get("version"), int):
         raise HolmesError(
-            f"{source}: this is no outer state; leave it away to take the weights from another job"
+            f"{source}: this is not outer state; omit it to take the weights from another job"
         )
     if saved["version"] != VERSION:
         raise HolmesError(
-            f"{source}: outer state of version {saved['version']}, this holmes_ext reads {VERSION}; leave"
-                          " it away to take the weights from another job")  # fmt: skip
+            f"{source}: outer state of version {saved['version']}, this holmes_ext reads {VERSION}; omit"
+                          " it to take the weights from another job")  # fmt: skip
     state = saved.get("outer")
     try:
         sound = isinstance(state, dict) and _digest_of(state) == saved.get("digest")
@@ -41,7 +41,7 @@ def opened(saved: Any, source: str) -> dict[str, Any]:
     if not sound or not isinstance(state, dict):
         raise HolmesError(
             f"{source}: the outer state is damaged (its digest differs); load an earlier checkpoint, or"
-                          " leave it away to take the weights from another job")  # fmt: skip
+                          " omit it to take the weights from another job")  # fmt: skip
     return state
 
 
@@ -52,8 +52,8 @@ def readable(source: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise HolmesError(
-            f"{source}: the outer state is none that this holmes_ext writes ({type(error).__name__}: "
-            f"{printable(str(error), 100)}); leave it away to take the weights from another job"
+            f"{source}: the outer state is not as this holmes_ext writes it ({type(error).__name__}: "
+            f"{printable(str(error), 100)}); omit it to take the weights from another job"
         ) from None
 
 

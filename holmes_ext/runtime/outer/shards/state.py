@@ -194,7 +194,7 @@ class OuterState:
             if [list(pair) for pair in mine.ranges] != theirs["ranges"]:
                 raise HolmesError(
                     f"{source}: the outer state was saved with other data-parallel sizes; resume with those, "
-                    f"or leave the outer state away to take it from another job"
+                    f"or omit the outer state to take it from another job"
                 )
             for name in ("anchor", "momentum", "residual"):
                 if getattr(mine, name) is not None and name in theirs:
