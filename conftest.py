@@ -1,6 +1,14 @@
 """What needed a second try (pytest --reruns, as .ci/run has it) is the last thing that is printed."""
 
+import gc
+
 import pytest
+
+
+def pytest_collection_finish(session):
+    """Else each garbage collection looks at all that tests have imported, which takes up to a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

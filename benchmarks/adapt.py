@@ -37,7 +37,7 @@ import adapt_simulated
 import adapt_trace
 import adapt_vote
 import torch
-from edges import ENGINES, TWO
+from edges import ENGINES, two
 from emulated import emulated_gpus, forward_s
 from harness import Row, Runs, chosen, finish, kept, parser, tell, write
 from two_clusters import ratio_row
@@ -109,7 +109,7 @@ def _accelerator(engine: str, scene: Scene) -> dict[str, Any]:
 
 def _file(folder: Path, rate_bps: float) -> Path:
     file = folder / f"{rate_bps:.0f}.toml"
-    file.write_text(TWO.format(rate=f"{rate_bps / 1e6:.3f}Mb/s"))
+    file.write_text(two(f"{rate_bps / 1e6:.3f}Mb/s"))
     return file
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from harness import Row
 
-from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.lab import Lab
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
@@ -29,19 +28,10 @@ from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from clusters import site  # noqa: E402
+from clusters import site, spec  # noqa: E402
 from learning_job import LearningJob  # noqa: E402
 
 WORLD, NODE, PROCESSES = 1024, 8, 4
-NODE_TOML = """version = 2
-[ethernet]
-rate = "10Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "10Gb/s"
-nodes = ["a0"]
-"""
 #: Of ranks and rank 0.
 PATIENCE_S = 60.0
 #: Steps that rank 0 has begun when it decides.
@@ -115,7 +105,7 @@ def main() -> None:
 
 def rows(name: str, repetitions: int) -> list[Row]:
     seconds, command = [], [sys.executable, __file__, json.dumps(measured())]
-    with Lab(parse_spec(NODE_TOML)) as lab:
+    with Lab(spec("a ib 10Gb/s a0", ethernet="10Gb/s")) as lab:
         for _ in range(repetitions):
             result = lab.run(command, processes=PROCESSES, preload=("torch",), timeout=120)
             assert result.returncode == 0, result.outputs

@@ -36,22 +36,9 @@ from holmes_ext.options import Options
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.sizes import Sizes
 
-CLUSTERS = """version = 1
-[ethernet]
-rate = "{ethernet}"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "1Gb/s"
-processes = {processes}
-nodes = ["a[0-{last}]"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1Gb/s"
-processes = {processes}
-nodes = ["b[0-{last}]"]
-"""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from clusters import toml  # noqa: E402
+
 #: Engine -> its example, the flag for stages, what the emulated accelerator paces, the feature of tied
 #: weights.
 ENGINES = {
@@ -74,7 +61,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
         "--layers 4 --hidden 192 --heads 4 --sequence 32 --micro-batch 1 --micro-batches 8".split())]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.toml")
-        file.write_text(CLUSTERS.format(ethernet="6.2Mb/s", processes=2, last=1))
+        file.write_text(toml("a ib 1Gb/s a[0-1]", "b roce 1Gb/s b[0-1]", ethernet="6.2Mb/s", processes=2))
         spec = load_spec(file)
         base = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "tensor=2,pipeline=2")
         schedules = {"own schedule": ("--holmes-inflight", "off"), "in flight": ("--holmes-inflight", "1")}
@@ -115,7 +102,7 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         "--layers 4 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 4".split())]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.toml")
-        file.write_text(CLUSTERS.format(ethernet="12Mb/s", processes=1, last=3))
+        file.write_text(toml("a ib 1Gb/s a[0-3]", "b roce 1Gb/s b[0-3]", ethernet="12Mb/s"))
         spec = load_spec(file)
         flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "pipeline=2")
         variants = [

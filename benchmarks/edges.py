@@ -51,6 +51,9 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.report.figures import summarize
 from holmes_ext.report.files import load
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from clusters import toml  # noqa: E402
+
 LAYERS, HIDDEN, SEQUENCE = 6, 64, 128
 MODEL = f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1".split()
 MODEL_TOML = """version = 1
@@ -69,34 +72,12 @@ state_bytes = 16
 [gpu]
 flops = {flops}
 """
-TWO = """version = 2
-[ethernet]
-rate = "{rate}"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "1Gb/s"
-nodes = ["a[0-1]"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1Gb/s"
-nodes = ["b[0-1]"]
-"""
 LINK = """[[between]]
 clusters = ["a", "b"]
 rate = "100Mb/s"
 latency = "{latency}"
 """
-ONE = """version = 1
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "1Gb/s"
-nodes = ["a[0-3]"]
-"""
+ONE = toml("a ib 1Gb/s a[0-3]", ethernet="1Gb/s")
 FLOPS = 2.39e9
 #: What a TCP connection keeps of a message whose sender goes on (gloo's send ends when the kernel has all of
 #: it).
@@ -124,9 +105,13 @@ class Scene:
     layout: tuple[str, ...] = ()
 
 
+def two(ethernet: str) -> str:
+    return toml("a ib 1Gb/s a[0-1]", "b roce 1Gb/s b[0-1]", ethernet=ethernet)
+
+
 def _scenes() -> dict[str, Scene]:
-    half = {"free": TWO.format(rate="1Gb/s"), "slow": TWO.format(rate="7.4Mb/s")}
-    far = {name: TWO.format(rate="250Mb/s") + LINK.format(latency=latency)
+    half = {"free": two("1Gb/s"), "slow": two("7.4Mb/s")}
+    far = {name: two("250Mb/s") + LINK.format(latency=latency)
            for name, latency in (("free", "0.1ms"), ("slow", "20ms"))}
     scenes = {}
     for engine in ENGINES:
@@ -155,9 +140,9 @@ def _prepared(scene: Scene, folder: Path) -> tuple[Path, list[Run]]:
     """The model's file, written into the folder, and the runs with theirs."""
     model, runs = folder / "model.toml", []
     model.write_text(MODEL_TOML.format(micro_batches=scene.micro_batches, flops=scene.flops))
-    for edge, toml in scene.edges.items():
+    for edge, text in scene.edges.items():
         file = folder / f"{edge}.toml"
-        file.write_text(toml)
+        file.write_text(text)
         spec = load_spec(file)
         names = {"holmes": "holmes", "engine": "engine"}
         names |= {} if len(scene.edges) > 1 else {"again": "engine"}

@@ -39,19 +39,12 @@ from holmes_ext.lab.gpu.libraries import libraries
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name)
                 for name in (".", "tests", "integration_tests", "examples/megatron_core/on_cpu")]
+from clusters import spec  # noqa: E402
+
 from integration_tests.gpu.conftest import TOML  # noqa: E402
 
 SCRIPTS = ROOT / "integration_tests" / "gpu"
-THREE = """version = 2
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "4Gb/s"
-nodes = ["a[0-2]"]
-processes = 1
-"""
+THREE = spec("a ib 4Gb/s a[0-2]", ethernet="1Gb/s")
 MEGABYTES, ROUNDS = 4.0, 20
 
 
@@ -83,14 +76,14 @@ def build() -> list[Row]:
 
 
 def rank() -> list[Row]:
-    with Lab(parse_spec(THREE)) as lab:
+    with Lab(THREE) as lab:
         peaks = [line["peak_mb"] for line in all_reduces(lab, 2, "IB", order=("a0", "a1"))[0]]
     return [Row.median("rank", "peak of its resident memory", [peak / 1e3 for peak in peaks], "GB", False,
                        "<= 0.8")]
 
 
 def operator() -> list[Row]:
-    with Lab(parse_spec(THREE)) as lab:
+    with Lab(THREE) as lab:
         result = lab.run([sys.executable, str(SCRIPTS / "operator_cost.py")], order=("a0",),
                          gpus=emulated_gpus())
         assert result.returncode == 0, result.outputs
@@ -103,7 +96,7 @@ def operator() -> list[Row]:
 
 def nic_bytes() -> list[Row]:
     rows, theory = [], 2 * 2 / 3 * MEGABYTES * 1e6 * ROUNDS
-    with Lab(parse_spec(THREE)) as lab:
+    with Lab(THREE) as lab:
         for network, used in (("Socket", "eth0"), ("IB", "ib0")):
             tell(f"bytes, {network}")
             few, many = (all_reduces(lab, count * ROUNDS, network)[1] for count in (1, 2))

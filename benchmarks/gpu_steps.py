@@ -46,6 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests",
                                               "examples/megatron_core/on_cpu")]
 from carriers import LESS_MEMORY  # noqa: E402
+from clusters import toml  # noqa: E402
 
 from integration_tests.gpu import commands  # noqa: E402
 from integration_tests.megatron_deepspeed.job import byte_vocabulary, read_log  # noqa: E402
@@ -61,20 +62,6 @@ SCRIPTS = {
     "DeepSpeed": ("deepspeed_pipeline", "--stages", ("torch", "deepspeed")),
     "megatron-core": ("megatron_core", "--pipeline", ("torch",)),
 }
-TOML = """version = 2
-[ethernet]
-rate = "{:g}Mb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "{:g}Mb/s"
-nodes = ["a[0-3]"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "{:g}Mb/s"
-nodes = ["b[0-3]"]
-"""
 
 
 def flops_of(name: str) -> float:
@@ -182,7 +169,8 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
 def scene(name: str, repetitions: int, steps: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "cluster.toml")
-        file.write_text(TOML.format(*(rate / SLOWER[name] for rate in (250, 2000, 1600))))
+        ethernet, ib, roce = (f"{rate / SLOWER[name]:g}Mb/s" for rate in (250, 2000, 1600))
+        file.write_text(toml(f"a ib {ib} a[0-3]", f"b roce {roce} b[0-3]", ethernet=ethernet))
         spec = load_spec(file)
         run = partial(example, name)
         if name == "Megatron-DeepSpeed":

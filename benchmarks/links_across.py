@@ -112,12 +112,10 @@ def placement(repetitions: int) -> list[Row]:
     return rows
 
 
-def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None:
-    """One rank; rank 0 prints the median seconds of a sum."""
+def join_group(two_levels: bool) -> None:
+    """Over Ethernet; two_levels: groups of fewer ranks are on the NICs that holmes would choose."""
     import torch
     import torch.distributed as dist
-
-    from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
@@ -127,13 +125,45 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
                 and not nic.startswith("eth"))
     original = dist.new_group
 
-    def new_group(ranks: list[int], **options: Any) -> Any:  # the NICs that holmes would choose
+    def new_group(ranks: list[int], **options: Any) -> Any:
         os.environ["GLOO_SOCKET_IFNAME"] = fast if len(ranks) < dist.get_world_size() else "eth0"
         return original(ranks, **options)
 
+    if two_levels:
+        dist.new_group = new_group
+
+
+def time_sums(all_reduce: Callable[[Any], Any], size: int, times: int,
+              summed: Callable[[Any], Any] = lambda flat: flat) -> None:
+    """Rank 0 prints the median seconds of a sum of `size` bytes, and the process ends. summed: what this rank
+    then has of it."""
+    import torch
+    import torch.distributed as dist
+
+    flat, seconds = torch.ones(size // 4), []
+    for _ in range(times + 1):
+        before = flat.clone()
+        dist.barrier()
+        begin = time.perf_counter()
+        all_reduce(flat).wait()
+        seconds.append(time.perf_counter() - begin)
+        assert summed(flat).eq(dist.get_world_size()).all()
+        flat.copy_(before)
+    if dist.get_rank() == 0:
+        print(statistics.median(seconds[1:]), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None:
+    """One rank."""
+    import torch.distributed as dist
+
+    from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+
+    join_group(two_levels=bool(way))
     all_reduce: Callable[[Any], Any] = lambda flat: dist.all_reduce(flat, async_op=True)  # noqa: E731
     if way:
-        dist.new_group = new_group
         chosen = way.get("across")
         across = None
         if chosen:
@@ -142,19 +172,7 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
         all_reduce = TwoLevelAllReduce(
             list(members.values()), chunk_bytes=way.get("chunk_bytes"), across=across, names=list(members)
         )
-    flat, seconds = torch.ones(BYTES // 4), []
-    for _ in range(times + 1):
-        before = flat.clone()
-        dist.barrier()
-        begin = time.perf_counter()
-        all_reduce(flat).wait()
-        seconds.append(time.perf_counter() - begin)
-        assert flat.eq(dist.get_world_size()).all()
-        flat.copy_(before)
-    if dist.get_rank() == 0:
-        print(statistics.median(seconds[1:]), flush=True)
-    dist.barrier()
-    os._exit(0)
+    time_sums(all_reduce, BYTES, times)
 
 
 SCENES = {"reduction": reduction, "never slower": never_slower, "placement": placement}

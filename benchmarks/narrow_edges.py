@@ -23,21 +23,10 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
 from holmes_ext.lab.samples import examples
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from clusters import toml  # noqa: E402
+
 KINDS = ("off", "nudged", "bf16", "int8")
-CLUSTERS = """version = 1
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "1Gb/s"
-nodes = ["a0"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1Gb/s"
-nodes = ["b0"]
-"""
 #: 0.23 M parameters; 1024 bytes of text in a step.
 MODEL = "--layers 4 --hidden 64 --heads 4 --sequence 64 --micro-batch 8 --micro-batches 2 --stages 2".split()
 LEARNING_RATE = 3e-3
@@ -72,7 +61,7 @@ def main() -> int:
     args = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.toml")
-        file.write_text(CLUSTERS)
+        file.write_text(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"))
         with Lab(load_spec(file)) as lab:
             losses, sent = curves("narrow edges", KINDS, args.seeds,
                                   lambda kind, seed: train(lab, file, kind, args.steps, seed), args.json)

@@ -23,27 +23,11 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 BLOCK = 6
 #: How blocks follow each other, changed from cycle to cycle so that a drift of the machine favours none.
 ORDERS = [("on", "off", "off again"), ("off again", "on", "off"), ("off", "off again", "on")]
-TOML = """version = 1
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "2Gb/s"
-nodes = ["a[0-{last}]"]
-processes = {processes}
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "2Gb/s"
-nodes = ["b[0-{last}]"]
-processes = {processes}
-"""
 
 
 def rank_main(cluster: str, flag: str) -> None:
@@ -78,6 +62,7 @@ def rank_main(cluster: str, flag: str) -> None:
 
 
 def preflights(per_node: int, runs: int) -> list:
+    from clusters import toml
     from harness import tell
 
     from holmes_ext.cluster.spec import load_spec
@@ -86,7 +71,8 @@ def preflights(per_node: int, runs: int) -> list:
     scene, times = f"{64 // per_node} nodes x {per_node}", {"on": [], "off": [], "preflight": []}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.toml"
-        path.write_text(TOML.format(last=32 // per_node - 1, processes=per_node))
+        two = (f"{cluster}[0-{32 // per_node - 1}]" for cluster in ("a ib 2Gb/s a", "b roce 2Gb/s b"))
+        path.write_text(toml(*two, ethernet="1Gb/s", processes=per_node))
         with Lab(load_spec(path)) as lab:
             command = [sys.executable, __file__, "--rank", str(path)]
             modules = ("torch",

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Row, chosen, finish, parser, tell
+from links_across import join_group, time_sums
 from megatron_two_clusters import PRELOAD as MEGATRON
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -274,50 +275,21 @@ def _sums(
 
 def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
     """One rank of scene `ring` or `owners`; rank 0 prints the median seconds."""
-    import time
-
-    import torch
     import torch.distributed as dist
 
     from holmes_ext.runtime.reduce.owned import ReduceToOwners
     from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    dist.init_process_group("gloo")
-    fast = next(nic
-                for nic in os.listdir("/proc/sys/net/ipv4/conf") if nic[-1].isdigit()
-                and not nic.startswith("eth"))
+    join_group(two_levels=name == "two levels")
     if name == "two levels":
-        original = dist.new_group
-
-        def new_group(ranks: list[int], **options: Any) -> Any:  # the NICs that holmes would choose
-            os.environ["GLOO_SOCKET_IFNAME"] = fast if len(ranks) < dist.get_world_size() else "eth0"
-            return original(ranks, **options)
-
-        dist.new_group = new_group
-        all_reduce: Any = TwoLevelAllReduce(clusters)
+        time_sums(TwoLevelAllReduce(clusters), RING_BYTES, times)
     elif name == "to owners":
         world, reduce = dist.get_world_size(), ReduceToOwners(dist.group.WORLD)
         spans = [(RING_BYTES // 4 // world, owner) for owner in range(world)]
-        all_reduce = lambda flat: reduce(flat, spans)  # noqa: E731
+        time_sums(lambda flat: reduce(flat, spans), RING_BYTES, times,
+                  lambda flat: flat.chunk(world)[dist.get_rank()])
     else:
-        all_reduce = lambda flat: dist.all_reduce(flat, async_op=True)  # noqa: E731
-    flat = torch.ones(RING_BYTES // 4)
-    seconds = []
-    for _ in range(times + 1):
-        before = flat.clone()
-        dist.barrier()
-        begin = time.perf_counter()
-        all_reduce(flat).wait()
-        seconds.append(time.perf_counter() - begin)
-        owned = flat.chunk(dist.get_world_size())[dist.get_rank()] if name == "to owners" else flat
-        assert owned.eq(dist.get_world_size()).all()
-        flat.copy_(before)
-    if dist.get_rank() == 0:
-        print(statistics.median(seconds[1:]), flush=True)
-    dist.barrier()
-    os._exit(0)
+        time_sums(lambda flat: dist.all_reduce(flat, async_op=True), RING_BYTES, times)
 
 
 def _row(scene: str, metric: str, values: list[float], unit: str, target: str = "") -> Row:

@@ -13,6 +13,7 @@ were read.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import select
@@ -209,6 +210,16 @@ def parse_json(text: str, source: str, advice: str) -> Table:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def digest_of(content: Any) -> str:
+    """sha256 (hex) of what JSON can hold."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def with_digest(content: dict[str, Any]) -> str:
+    """The JSON text, which ends with the digest of all else."""
+    return json.dumps({**content, "digest": digest_of(content)}, indent=1) + "\n"
 
 
 def read_text(path: str | Path, advice: str) -> str:

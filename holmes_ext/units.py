@@ -59,10 +59,10 @@ def format_bytes(count: float, digits: int = 3) -> str:
     return _with_prefix(count, "B", digits)
 
 
-def format_seconds(seconds: float, digits: int = 3) -> str:
-    """ "20 ms" from 0.02, to `digits` significant digits."""
+def format_seconds(seconds: float) -> str:
+    """ "20 ms" from 0.02, to three significant digits."""
     unit = next((unit for unit in ("s", "ms", "us") if seconds >= _SCALE[unit]), "us" if seconds else "s")
-    return f"{seconds / _SCALE[unit]:.{digits}g} {unit}"
+    return f"{seconds / _SCALE[unit]:.3g} {unit}"
 
 
 def _with_prefix(value: float, unit: str, digits: int) -> str:

@@ -1,22 +1,15 @@
 import os
 from pathlib import Path
 
-import pytest
 import ranks
 from carriers import ON_GPUS, PHYSICAL
 
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
-from integration_tests.jobs import CLUSTER, FULL, LabOf
+from integration_tests.jobs import CLUSTER, FULL, lab_fixture
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if ON_GPUS else "cpu")
 # two of them at DeepSpeed's first use; on a physical GPU it would begin to use it
 if not PHYSICAL:
     ranks.preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "over_nccl: of the short run over NCCL (HOLMES_TEST_CARRIER=nccl)")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -29,8 +22,5 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left]
 
 
-@pytest.fixture(scope="session")
-def two_clusters():
-    """2 nodes with InfiniBand, 2 with RoCE."""
-    with Lab(load_spec(CLUSTER)) as lab:
-        yield LabOf(CLUSTER, lab)
+#: 2 nodes with InfiniBand, 2 with RoCE.
+two_clusters = lab_fixture(CLUSTER, scope="session")

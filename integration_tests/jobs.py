@@ -15,7 +15,7 @@ import pytest
 from carriers import EMULATED, LESS_MEMORY, ON_GPUS, PHYSICAL, gpus
 from packaging.version import Version
 
-from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import Lab, interleave
 from holmes_ext.lab.gpu.watcher import Watcher, wait_watched
 
@@ -85,6 +85,21 @@ class LabOf:
         after = self.lab.counters()
         return {node: {nic: (after[node][nic][1] - before[node][nic][1]) / 1e6 for nic in nics}
                 for node, nics in after.items()}
+
+
+def lab_fixture(cluster: str | Path, scope: str = "module"):
+    """A fixture: the lab of a cluster.toml, or of its text."""
+
+    @pytest.fixture(scope=scope)
+    def started(tmp_path_factory):
+        file = cluster
+        if isinstance(cluster, str):
+            file = tmp_path_factory.mktemp("clusters") / "cluster.toml"
+            file.write_text(cluster)
+        with Lab(load_spec(file)) as lab:
+            yield LabOf(file, lab)
+
+    return started
 
 
 def follows_plan(result):

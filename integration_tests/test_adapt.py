@@ -7,10 +7,8 @@ import re
 import pytest
 
 from holmes_ext.cli.main import main
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
 from holmes_ext.report.files import load
-from integration_tests.jobs import CLUSTER, LabOf, losses, same, train, train_megatron
+from integration_tests.jobs import CLUSTER, lab_fixture, losses, same, train, train_megatron
 
 LINK = """
 [[between]]
@@ -24,14 +22,7 @@ SIZE = (
     f"--micro-batch 1 --micro-batches 8 --steps {STEPS}"
 ).split()
 CHANGED = r"holmes: (\d+)\+1 micro-batches in flight \(were 2\+1\): a step takes ([\d.]+) s, it took ([\d.]+)"
-
-
-@pytest.fixture(scope="module")
-def far_apart(tmp_path_factory):
-    file = tmp_path_factory.mktemp("clusters") / "far.toml"
-    file.write_text(CLUSTER.read_text().replace("version = 1", "version = 2") + LINK)
-    with Lab(load_spec(file)) as lab:
-        yield LabOf(file, lab)
+far_apart = lab_fixture(CLUSTER.read_text().replace("version = 1", "version = 2") + LINK)
 
 
 def changed(text):

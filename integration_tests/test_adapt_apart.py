@@ -6,24 +6,15 @@ import re
 
 import pytest
 
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
 from holmes_ext.report.files import load
-from integration_tests.jobs import CLUSTER, ON_GPUS, SCRIPTS, LabOf, losses, said, same
+from integration_tests.jobs import CLUSTER, ON_GPUS, SCRIPTS, lab_fixture, losses, said, same
 from integration_tests.test_adapt_drift import Changes
 
 STEPS, FALLS, RISES = 70, 8, 40
 FAST, SLOW = 10**9, 3 * 10**6
 FLAGS = ("--holmes-apart", "3", "--holmes-outer", "every=8,fragments=2,delay=2")
-
-
-@pytest.fixture(scope="module")
-def two_clusters(tmp_path_factory):
-    """All networks of 1 Gb/s."""
-    file = tmp_path_factory.mktemp("clusters") / "two.toml"
-    file.write_text(re.sub(r'rate = "[^"]*"', 'rate = "1Gb/s"', CLUSTER.read_text()))
-    with Lab(load_spec(file)) as lab:
-        yield LabOf(file, lab)
+#: All networks of 1 Gb/s.
+two_clusters = lab_fixture(re.sub(r'rate = "[^"]*"', 'rate = "1Gb/s"', CLUSTER.read_text()))
 
 
 @pytest.mark.parametrize("how", ["reducer"] if ON_GPUS else ["reducer", "ddp"])

@@ -6,40 +6,17 @@ import re
 import threading
 import time
 
-import pytest
+from clusters import toml
 
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
 from holmes_ext.report.files import load
-from integration_tests.jobs import PRELOAD, TRAIN, LabOf, losses, said, same
+from integration_tests.jobs import PRELOAD, TRAIN, lab_fixture, losses, said, same
 
-CLUSTER = """version = 1
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "1Gb/s"
-nodes = ["a0"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1Gb/s"
-nodes = ["b0"]
-"""
 #: A block takes 0.03 s forward and backward, a stage 0.06 s; at SLOW_BPS an activation takes as long.
 SIZE = "--layers 4 --hidden 64 --heads 4 --sequence 64 --micro-batch 1 --micro-batches 8 --stages 2".split()
 ACCELERATOR = {"flops": 7.3e8, "classes": ["Block"]}
 SLOW_BPS = round(8 * 64 * 64 * 4 / 0.06)
 STEPS, WITHIN = 38, 10
-
-
-@pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory):
-    file = tmp_path_factory.mktemp("clusters") / "two.toml"
-    file.write_text(CLUSTER)
-    with Lab(load_spec(file)) as lab:
-        yield LabOf(file, lab)
+two_nodes = lab_fixture(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"))
 
 
 class Changes(threading.Thread):

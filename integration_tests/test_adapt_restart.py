@@ -6,37 +6,15 @@ import re
 import sys
 
 import pytest
+from clusters import toml
 
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
-from integration_tests.jobs import SCRIPTS, LabOf, full, said
+from integration_tests.jobs import SCRIPTS, full, lab_fixture, said
 
-CLUSTER = """version = 1
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "1Gb/s"
-nodes = ["a0"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1Gb/s"
-nodes = ["b0"]
-"""
 STEPS = 16
 SIZE = "--layers 6 --hidden 64 --heads 2 --sequence 32 --micro-batch 1 --micro-batches 4 --pipeline 2"
 #: A layer takes 0.02 s forward and backward on cluster a.
 ACCELERATOR = {"flops": 5e8, "classes": ["TransformerLayer"], "layout": "sbh", "speed": {"b": 1 / 3}}
-
-
-@pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory):
-    file = tmp_path_factory.mktemp("clusters") / "two.toml"
-    file.write_text(CLUSTER)
-    with Lab(load_spec(file)) as lab:
-        yield LabOf(file, lab)
+two_nodes = lab_fixture(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"))
 
 
 def torchrun(nodes, save, *flags, env=None, **options):

@@ -1,23 +1,14 @@
 """Clusters of three nodes and of two: data-parallel over all five, and a pipeline of five stages."""
 
-import clusters
 import pytest
+from clusters import toml
 
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
-from integration_tests.jobs import ROOT, SIZE, LabOf, full, losses, said, same, train
+from integration_tests.jobs import ROOT, SIZE, full, lab_fixture, losses, said, same, train
 
 PLAIN = str(ROOT / "examples" / "plain_torch" / "train.py")
 MODEL = "--layers 2 --hidden 64 --sequence 16 --micro-batch 1 --steps 6".split()
 pytestmark = full
-
-
-@pytest.fixture(scope="module")
-def unequal(tmp_path_factory):
-    file = tmp_path_factory.mktemp("site") / "cluster.toml"
-    file.write_text(clusters.toml("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b[0-1]", ethernet="250Mb/s"))
-    with Lab(load_spec(file)) as lab:
-        yield LabOf(file, lab)
+unequal = lab_fixture(toml("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b[0-1]", ethernet="250Mb/s"))
 
 
 def test_plain_torch_has_the_losses_of_a_flat_ring(unequal, tmp_path):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 
 from holmes_ext.cluster.site import Site, site_from_spec
-from holmes_ext.cluster.spec import SiteSpec, parse_spec
+from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
+from holmes_ext.lab.samples import examples
 
 #: Two nodes with InfiniBand, two with RoCE; what most tests need.
 TWO = ("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b[0-1]")
@@ -40,3 +41,8 @@ def spec(*clusters: str, **more: object) -> SiteSpec:
 
 def site(*clusters: str, **more: object) -> Site:
     return site_from_spec(spec(*clusters, **more))
+
+
+def example(name: str = "two_clusters_4") -> Site:
+    """Of a file in examples/clusters."""
+    return site_from_spec(load_spec(examples() / "clusters" / f"{name}.toml"))

@@ -9,13 +9,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from ranks import seeded
+from torch import nn
 
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of, ticket
 from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
 from holmes_ext.runtime.outer.join import JoinPlace, join
 from holmes_ext.runtime.outer.loop import OuterLoop, Record
+from holmes_ext.runtime.outer.peers.links import PeerLinks
+from holmes_ext.runtime.outer.peers.listening import open_port
+from holmes_ext.runtime.outer.peers.routes import Peer, RankIdentity, Routes
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights, row_of
+from holmes_ext.runtime.sockets.addresses import address_text
 from holmes_ext.runtime.sockets.handshake import Credentials
 
 TOKEN = "a token for these tests"
@@ -34,6 +40,7 @@ def coordinator(port: int = 0, token: str = TOKEN) -> Iterator[CoordinatorServer
     finally:
         server.close()
         thread.join(5)
+        assert not thread.is_alive()
 
 
 def weights_of(model: torch.nn.Module) -> Weights:
@@ -86,3 +93,46 @@ def in_threads(calls: dict[str, Callable[[], Any]], seconds: float = 200.0) -> d
         raise error
     assert not any(thread.is_alive() for thread in threads), "a job hangs"
     return {name: results[name] for name in calls}
+
+
+def model_of(seed=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+def batch(rows, job, step):
+    generator = seeded(1000 * job + step)
+    return torch.randn(rows, 7, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def plain_sgd(rank, rows, steps):
+    """All weights of one synchronous job, which reads what both jobs read."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        inputs, labels = (torch.cat(both) for both in zip(batch(rows, 0, step), batch(rows, 1, step)))
+        optimizer.zero_grad()
+        (model(inputs) - labels).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Rank:
+    """One rank of a job. port: the coordinator's; listens: others can call it; serve: what it does then."""
+
+    def __init__(self, job, port=1, listens=True, token=TOKEN, serve=None):
+        self.identity = RankIdentity(job, incarnation_of(f"secret-of-{job}"), 0, f"secret-of-{job}")
+        where = JoinAddress(job, "127.0.0.1", port)
+        listening = open_port(PortRange() if listens else PortRange(None), where, 0)
+        address = address_text("127.0.0.1", listening.getsockname()[1]) if listens else ""
+
+        def routes(incoming):
+            return Routes(self.identity, Credentials(token), where, listening, address, incoming)
+
+        self.links = PeerLinks(job, routes, serve or (lambda channel, purpose: channel.close()))
+
+    def as_seen_by(self, other):
+        """With the ticket that the coordinator would give."""
+        one, two = self.identity, other.identity
+        shown = ticket(one.secret, two.job, two.incarnation)
+        return Peer(one.job, one.incarnation, one.rank, self.links.address, shown)

@@ -36,7 +36,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from holmes_ext.patches.torch.telemetry import METHODS, RENAMED
+from holmes_ext.patches.torch.telemetry import METHODS, RENAMED, _bytes
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,6 @@ def recorded() -> Iterator[Log]:
         stack.enter_context(mock.patch.object(dist.Work, "wait", wait))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batched))
         yield log
-
-
-def _bytes(value: Any) -> int:
-    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else value.nbytes
 
 
 def faults(logs: Mapping[int, Log], bound: bool = False, blocking: bool = False) -> list[str]:

@@ -2,6 +2,8 @@
 
 import random
 
+from clusters import toml
+
 
 def random_site(seed, nodes):
     """(the generator, cluster.toml, stages of a pipeline, nodes that a job asks for, in whole stages)."""
@@ -11,14 +13,10 @@ def random_site(seed, nodes):
         size = min(left, rng.randrange(1, nodes))
         left -= size
         name, kind = f"c{len(clusters)}", rng.choice(("ib", "roce", "ethernet"))
-        rate = "" if kind == "ethernet" else f'rate = "{rng.choice((100, 200, 400))}Gb/s"'
-        gpu = rng.choice(("A100", "H100"))
-        clusters.append(
-            f'[[cluster]]\nname = "{name}"\nkind = "{kind}"\n{rate}\nnodes = ["{name}n[0-{size - 1}]"]\n'
-                        f'processes = 8\ngpu = "{gpu}"\n')
-    ethernet = rng.choice((10, 25, 100))
-    toml = f'version = 2\n[ethernet]\nrate = "{ethernet}Gb/s"\n' + "".join(clusters)
+        rate = "-" if kind == "ethernet" else f"{rng.choice((100, 200, 400))}Gb/s"
+        clusters.append(f"{name} {kind} {rate} {name}n[0-{size - 1}] gpu={rng.choice(('A100', 'H100'))}")
+    text = toml(*clusters, ethernet=f"{rng.choice((10, 25, 100))}Gb/s", processes=8)
     pipeline, stages = rng.choice((1, 2, 4)), rng.randrange(1, max(2, nodes // 4))
     count = min(nodes, pipeline * stages)
     count -= count % pipeline
-    return rng, toml, pipeline, count or pipeline
+    return rng, text, pipeline, count or pipeline

@@ -1,14 +1,14 @@
 """banner: what the start line says of ranks, networks and reductions."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from clusters import example
 
 from holmes_ext import banner
-from holmes_ext.cluster.site import Port, Site, site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.site import Port, Site
+from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model_file import load_model
@@ -17,8 +17,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
-FILE = Path(__file__).parents[1] / "examples" / "clusters" / "two_clusters_4.toml"
-SITE = site_from_spec(load_spec(FILE))
+SITE = example()
 TURN = Site(tuple(SITE.node_by_name[name] for name in ("a0", "b0", "a1", "b1")), SITE.fabrics)
 
 
@@ -71,7 +70,7 @@ def test_what_an_edge_does(monkeypatch, on):
                         lambda: SimpleNamespace(summary=lambda: (["megatron-edges"] * on, {})))
     assert ("; pipeline sends do not block; " in said(sizes=Sizes(2))) == on
     assert "do not block" not in said(sizes=Sizes(2), options=Options(inflight="off"))
-    model = replace(load_model(FILE.parents[1] / "models" / "gpt_7.5b.toml"), global_batch=64)
+    model = replace(load_model(examples() / "models" / "gpt_7.5b.toml"), global_batch=64)
     text = said(sizes=Sizes(2), options=Options(inflight="3"), model=model)
     assert ("pipeline sends do not block, 5+1 micro-batches in flight hide the edges, " in text) == on
     assert ("GB more on the fullest stage" in text) == on

@@ -7,10 +7,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab.samples import examples
+from clusters import example
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 
@@ -47,7 +44,7 @@ def test_no_placement_is_below_the_bound(seed, placement, monkeypatch):
 
 
 def test_the_matrix_is_the_one_of_the_file(placement):
-    site = site_from_spec(load_spec(examples() / "clusters" / "eight_cities_64.toml"))
+    site = example("eight_cities_64")
     matrix = placement.Matrix.of(site, 0.0)
     assert matrix.units == (8,) * 8
     names = list(site.clusters)

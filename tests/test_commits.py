@@ -8,24 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import clusters
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITS = ROOT / "tests" / "commits"
-CLUSTER = """version = 2
-[ethernet]
-rate = "10Gb/s"
-[[cluster]]
-name = "a"
-kind = "opa"
-rate = "100Gb/s"
-nodes = ["a[0-1]"]
-[[cluster]]
-name = "b"
-kind = "ib"
-rate = "100Gb/s"
-nodes = ["b[0-1]"]
-"""
+CLUSTER = clusters.toml("a opa 100Gb/s a[0-1]", "b ib 100Gb/s b[0-1]", ethernet="10Gb/s")
 NIC_KIND = """
 from pathlib import Path
 import sysfs_builder

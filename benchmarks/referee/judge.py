@@ -130,9 +130,9 @@ def _sizes(scene: Scene) -> Iterator[Sizes]:
             yield Sizes(pipeline, tensor, data=data)
 
 
-def random_plans(scene: Scene, count: int, seed: int = 0) -> list[Grid]:
+def random_plans(scene: Scene, count: int) -> list[Grid]:
     """Sizes, order of nodes, layers and micro-batch by the dice."""
-    dice, sizes = random.Random(f"{scene.name} {seed}"), list(_sizes(scene))
+    dice, sizes = random.Random(f"{scene.name} 0"), list(_sizes(scene))
     nodes, grids = [node.name for node in scene.site.nodes], []
     while len(grids) < count:
         chosen = dice.choice(sizes)

@@ -52,9 +52,9 @@ class Scene:
         return tuple(sorted(kinds, key=lambda gpu: -gpu.flops))
 
 
-def load_scenes(path: Path = FILE) -> dict[str, Scene]:
+def load_scenes() -> dict[str, Scene]:
     """By name, in the file's order; HolmesError names the file and the key."""
-    top, loaded = load_toml(path, "name a file of scenes such as benchmarks/referee/scenes.toml"), {}
+    top, loaded = load_toml(FILE, "name a file of scenes such as benchmarks/referee/scenes.toml"), {}
     sites, scenes = top.table("site"), top.table("scene")
     models = top.table("model")
     for name in list(scenes.values):
@@ -62,7 +62,7 @@ def load_scenes(path: Path = FILE) -> dict[str, Scene]:
         model_name, batch = table.take("model", str), table.take("batch", int)
         site = table.take("site", str)
         text = sites.take(site, str)
-        spec = parse_spec(text, f"{path.name}, site {site}")
+        spec = parse_spec(text, f"{FILE.name}, site {site}")
         model = _model(models.table(model_name).values, model_name, batch)
         loaded[name] = Scene(name, text, spec, on_clusters(model, spec), batch, table.take("run", str))
         table.done()

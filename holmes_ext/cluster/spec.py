@@ -17,8 +17,6 @@ Every key with its kind and default: keys.py. Version 1 had no uplinks and no [[
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +26,7 @@ from holmes_ext.cluster.gpu import Accelerator
 from holmes_ext.cluster.measured import MeasuredLink, MeasuredPair, parse_links, parse_pairs
 from holmes_ext.cluster.nic import KINDS
 from holmes_ext.cluster.wan import Wan, latency_of, notes, parse_wan
-from holmes_ext.document import Table, parse_toml, read_text
+from holmes_ext.document import Table, digest_of, parse_toml, read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import nearest
 
@@ -93,7 +91,7 @@ class SiteSpec:
                     for c in self.clusters]
         content += [[node, vars(override)] for node, override in sorted(self.overrides.items())]
         content += [asdict(self.wan)] if self.wan else []
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return digest_of(content)
 
     @property
     def notes(self) -> list[str]:

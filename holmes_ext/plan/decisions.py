@@ -216,9 +216,9 @@ def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[
     return tuple(min(count + more * (count > 1), micro_batches) for count in range(stages, 0, -1))
 
 
-def more_bytes(plan: Plan, network_api: str = SOCKETS) -> tuple[float, ...]:
+def more_bytes(plan: Plan) -> tuple[float, ...]:
     """That each stage keeps more than under 1F1B; () where nothing is known of the model's activations."""
-    traffic = plan.traffic_of(network_api)
+    traffic = plan.traffic_of(SOCKETS)
     in_flight = PassOrder.parse(traffic.passes).in_flight if traffic.passes else traffic.in_flight
     of_1f1b = (min(count, plan.workload.micro_batches) for count in range(len(in_flight), 0, -1))
     more = (count - least for count, least in zip(in_flight, of_1f1b))

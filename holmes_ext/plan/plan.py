@@ -8,8 +8,6 @@ plan/decide.py).
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -18,7 +16,7 @@ from typing import Any
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Wan
-from holmes_ext.document import Table, load_json, parse_json, save
+from holmes_ext.document import Table, digest_of, load_json, parse_json, save, with_digest
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.sizes import KINDS, Sizes, groups
@@ -162,7 +160,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """sha256 (hex) of all that the plan says; `source` does not count."""
-        return _digest(self._content())
+        return digest_of(self._content())
 
     def _content(self) -> dict[str, Any]:
         return {"version": VERSION,
@@ -170,21 +168,13 @@ class Plan:
 
     def to_json(self) -> str:
         """All of it, for other ranks and for people."""
-        return _text(self._content())
+        return with_digest(self._content())
 
     def save(self, path: str | Path) -> None:
         """Write plan.json whole or not at all; HolmesError when the place cannot be written."""
         content = self._content()
         del content["traffic"]
-        save(path, _text(content), "the plan")
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _text(content: dict[str, Any]) -> str:
-    return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+        save(path, with_digest(content), "the plan")
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -211,7 +201,7 @@ def _plan(top: Table, traffic: bool) -> Plan:
         top.tables("traffic")
         defaults["traffic"] = ()
     plan = top.into(Plan, source=top.source, **defaults)
-    if digest != _digest({key: value for key, value in top.values.items() if key != "digest"}):
+    if digest != digest_of({key: value for key, value in top.values.items() if key != "digest"}):
         way_out = "the file was edited or truncated; make it again with `holmes plan`"
         raise HolmesError(f"{top.at('digest')} does not match: {way_out}")
     return plan

@@ -6,15 +6,13 @@ how much faster that stage is with what both computed. So GPUs that differ need 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.site import Site
-from holmes_ext.document import load_json, save
+from holmes_ext.document import digest_of, load_json, save, with_digest
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.stages import StageCosts
@@ -108,7 +106,7 @@ class Profile:
     @property
     def model_digest(self) -> str:
         """Of the model's shape: blocks, gradients, activation."""
-        return _digest([[float(size) for size in self.gradient_bytes], float(self.activation_bytes)])[:16]
+        return digest_of([[float(size) for size in self.gradient_bytes], float(self.activation_bytes)])[:16]
 
     def workload(self) -> Workload:
         """One rank's work on the average stage: what placement compares orders with."""
@@ -123,15 +121,11 @@ class Profile:
         content = {"version": VERSION, **asdict(self)}
         content |= {"model_digest": self.model_digest, "site_digest": self.site_digest}
         del content["source"]
-        return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+        return with_digest(content)
 
     def save(self, path: str | Path) -> None:
         """Write profile.json whole or not at all."""
         save(path, self.to_json(), "the profile")
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -146,7 +140,7 @@ def load_profile(path: str | Path) -> Profile:
         what = f"not a profile of this holmes_ext ({type(error).__name__}: {error})"
         raise HolmesError(f"{path}: {what}; measure it again") from None
     content = {key: value for key, value in top.values.items() if key != "digest"}
-    if not same or _digest(content) != stored["digest"]:
+    if not same or digest_of(content) != stored["digest"]:
         what = "key 'digest' does not match: the file was edited or truncated"
         raise HolmesError(f"{path}: {what}; measure it again with --holmes-profile N")
     return profile

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 import torch
-from joined_jobs import TOKEN, coordinator, in_threads
-from ranks import run_ranks, seeded
-from torch import nn
+from joined_jobs import TOKEN, batch, coordinator, in_threads, model_of, plain_sgd
+from ranks import run_ranks
 
 from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
@@ -20,16 +19,6 @@ from integration_tests.jobs import full
 
 ROWS, OUTER = 4, "min=2,every=4,fragments=2,delay=1,compress=off,weight=equal"
 AVERAGE = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
-
-
-def model_of():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
-
-
-def batch(job, step):
-    generator = seeded(1000 * job + step)
-    return torch.randn(ROWS, 7, generator=generator), torch.randn(ROWS, 3, generator=generator)
 
 
 def attach(name, port, outer):
@@ -49,7 +38,7 @@ def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, sa
     if stage == "plain":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(steps):
-            inputs, labels = batch(job, step)
+            inputs, labels = batch(ROWS, job, step)
             optimizer.zero_grad()
             (model(inputs) - labels).square().mean().backward()
             optimizer.step()
@@ -72,7 +61,7 @@ def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, sa
     if load:
         engine.load_checkpoint(load)
     while (step := engine.global_steps - engine.skipped_steps) < steps:
-        inputs, labels = (one[rank::ranks] for one in batch(job, step))
+        inputs, labels = (one[rank::ranks] for one in batch(ROWS, job, step))
         engine.backward((engine(inputs.to(next(model.parameters()).dtype)).float() - labels).square().mean())
         engine.step()
         if save and engine.global_steps == save[1]:
@@ -146,25 +135,13 @@ def test_outer_state_comes_with_the_checkpoint(stage, tmp_path):
     assert resumed == straight
 
 
-def plain_sgd(rank, steps):
-    """All weights of one synchronous job, which reads what both jobs read."""
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(steps):
-        inputs, labels = (torch.cat(both) for both in zip(batch(0, step), batch(1, step)))
-        optimizer.zero_grad()
-        (model(inputs) - labels).square().mean().backward()
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 @full
 @pytest.mark.parametrize("stages", [(1, 2), (3, 0)])
 def test_averaging_after_each_step_is_one_synchronous_job(stages):
     """Plain SGD: the mean of the jobs' weights is a step of the mean of their gradients."""
     found = run({"east": (2, stages[0], "fp32"), "west": (2, stages[1], "fp32")}, outer=AVERAGE, steps=6,
                 sgd=True)
-    [expected] = run_ranks(plain_sgd, 1, 6)
+    [expected] = run_ranks(plain_sgd, 1, ROWS, 6)
     for one in (rank for ranks in found.values() for rank in ranks):
         torch.testing.assert_close(torch.tensor(one), expected, rtol=0, atol=1e-6)
 

@@ -5,13 +5,12 @@ import contextlib
 import io
 import sys
 
+import clusters
 import pytest
 import torch
 from carriers import ON_GPUS
 from ranks import run_ranks
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
@@ -27,10 +26,6 @@ from integration_tests.jobs import over_nccl
 pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 overlap = pytest.importorskip("integration_tests.deepspeed.test_overlap")
-TOML = 'version = 1\n[ethernet]\nrate = "1Gb/s"\n' + "".join(
-    f'[[cluster]]\nname = "{name}"\nkind = "{kind}"\nrate = "1Gb/s"\nnodes = ["{name}0"]\n'
-    for name, kind in (("a", "ib"), ("b", "roce"))
-)
 WAYS = [("off", "off"), ("bf16", "off"), ("int8", "off"), ("int8", "auto")]
 
 
@@ -56,7 +51,7 @@ def counting(sent):
 def all_ways(rank):
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
     on_cpu.prepare()
-    site, found = site_from_spec(parse_spec(TOML, "test")), {}
+    site, found = clusters.site("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"), {}
     for narrow, inflight in WAYS:
         options = Options(edges=narrow, inflight=inflight)
         plan = build_plan(site, Sizes(2), options=options)

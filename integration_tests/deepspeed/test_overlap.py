@@ -11,10 +11,9 @@ import sys
 
 import pytest
 from carriers import ON_GPUS
+from clusters import example
 from ranks import run_scenes, seeded
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
@@ -31,7 +30,7 @@ from integration_tests.jobs import FULL, some
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
-SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
+SITE = example()
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
 ZERO = {"stage": 1, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from integration_tests.jobs import TRAIN, full, launch
+from integration_tests.jobs import full, train
 
 SIZE = (
     "--layers 4 --hidden 128 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4 --steps 4 --stages "
@@ -19,10 +19,7 @@ SIZE = (
 def trained(clusters, log, partition, *flags, expect=0):
     """The job's lines; its losses by step are in the log."""
     holmes = (*clusters.holmes, "--holmes-sizes", "pipeline=2", "--holmes-partition", partition)
-    result = launch(clusters, TRAIN, *SIZE, "--zero", "1", "--log", str(log), *holmes, *flags)
-    text = "".join(result.outputs.values())
-    assert result.returncode == expect, text
-    return text
+    return train(clusters, log, "--zero", "1", *holmes, *flags, size=SIZE, expect=expect)
 
 
 def by_step(log):

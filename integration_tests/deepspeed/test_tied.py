@@ -7,10 +7,9 @@ import sys
 
 import pytest
 from carriers import ON_GPUS
+from clusters import example
 from ranks import run_scenes
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry
@@ -25,7 +24,7 @@ from holmes_ext.runtime.start.launcher import Process
 pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 overlap = pytest.importorskip("integration_tests.deepspeed.test_overlap")
-SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
+SITE = example()
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": overlap.ZERO, "gradient_clipping": 0.1,
         **overlap.FP32_SUMS}
 #: name -> (DeepSpeed's configuration, features).

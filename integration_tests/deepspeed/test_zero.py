@@ -30,7 +30,8 @@ torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 groups = pytest.importorskip("deepspeed.utils.groups")
-STEPS, MICRO_BATCHES, WIDTH = 4, 2, 32
+model = pytest.importorskip("integration_tests.gpu.zero").model
+STEPS, MICRO_BATCHES = 4, 2
 #: What sums in two levels.
 KIND = TwoLevelCollectives if ON_GPUS else TwoLevelAllReduce
 
@@ -67,14 +68,6 @@ SCENES = {
 # stock's ranks do not agree on an overflow, and end with an abort
 if deepspeed.__version__.startswith("0.17."):
     del SCENES["ZeRO 1 fp16, overflows skipped"]
-
-
-def model():
-    torch.manual_seed(5)
-    layers = [torch.nn.Embedding(64, WIDTH)]
-    for _ in range(4):
-        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()]
-    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 64))
 
 
 def engine_for(config):

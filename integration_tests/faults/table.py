@@ -108,8 +108,8 @@ class Fault:
 
 FAIL = ("--holmes-fallback", "fail")
 SHORT = ("--holmes-timeout", "5")
-A0, A1, B0, B1 = "10.77.0.1", "10.77.0.2", "10.77.0.3", "10.77.0.4"
-IB1, ROCE0, ROCE1 = "10.100.0.2", "10.101.0.3", "10.101.0.4"
+B0, B1 = "10.77.0.3", "10.77.0.4"
+ROCE0, ROCE1 = "10.101.0.3", "10.101.0.4"
 MOVED = r"data group of ranks 2, 3 goes over ethernet on all its ranks"
 B_PAIR = (r"node b0 .rank 2, roce0 .mlx5_0:1., 10.101.0.3. does not reach node b1 .rank 3, roce0 .mlx5_0:1., "
           r"10.101.0.4"

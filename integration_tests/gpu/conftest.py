@@ -14,6 +14,7 @@ import carriers
 import pytest
 import torch
 from carriers import PHYSICAL
+from clusters import toml
 
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
@@ -29,23 +30,7 @@ from holmes_ext.lab.process.job import RunResult
 
 HERE = Path(__file__).parent
 #: Two nodes with InfiniBand (two HCAs each), two with RoCE.
-TOML = """version = 2
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "4Gb/s"
-rails = 2
-nodes = ["a[0-1]"]
-processes = 2
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "2Gb/s"
-nodes = ["b[0-1]"]
-processes = 2
-"""
+TOML = toml("a ib 4Gb/s a[0-1] rails=2", "b roce 2Gb/s b[0-1]", ethernet="1Gb/s", processes=2)
 
 collect_ignore = [] if torch.version.cuda else [path.name for path in HERE.glob("test_*.py")]
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from joined_jobs import TOKEN
 from ranks import _context, run_ranks
+from waiting import await_
 
 from holmes_ext.options import Options
 from holmes_ext.patches.torch import joined as torch_joined
@@ -153,13 +154,6 @@ class Job:
     def wait(self, seconds: float) -> int:
         await_(lambda: self.ended, seconds, f"the end of job {self.name}")
         return self.status
-
-
-def await_(done: Callable[[], bool], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, f"{what} did not come within {seconds:.0f} s"
-        time.sleep(0.02)
 
 
 def read(file: Path) -> list[dict[str, Any]]:

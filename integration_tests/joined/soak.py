@@ -25,8 +25,9 @@ import time
 from pathlib import Path
 
 from joined_jobs import coordinator
+from waiting import await_
 
-from integration_tests.joined.faulty import LIES, OUTER, POINTS, Fault, Job, await_, check, start_server
+from integration_tests.joined.faulty import LIES, OUTER, POINTS, Fault, Job, check, start_server
 
 INSIDE = ("kill", "kill", "reset", "nan", "far", *LIES)
 PATIENCE_S = 180

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from joined_jobs import coordinator
+from waiting import await_
 
 from integration_tests.jobs import some
 from integration_tests.joined.faulty import (
@@ -15,7 +16,6 @@ from integration_tests.joined.faulty import (
     TIMEOUT_S,
     Fault,
     Job,
-    await_,
     check,
     start_server,
 )

@@ -2,23 +2,14 @@
 other, and learn what they learn with open ports. TLS throughout."""
 
 import pytest
+from clusters import spec
 
-from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.joined import coordinator, join_flags, start
 from holmes_ext.lab.lab import Lab
 from integration_tests.jobs import full
 
-CLUSTERS = """version = 2
-[ethernet]
-rate = "1Gb/s"
-""" + "".join(f"""[[cluster]]
-name = "{name}"
-kind = "ib"
-rate = "1Gb/s"
-nodes = ["{node}"]
-processes = 1
-""" for name, node in (("hub", "c0"), ("east", "a0"), ("west", "b0")))  # fmt: skip
+CLUSTERS = spec("hub ib 1Gb/s c0", "east ib 1Gb/s a0", "west ib 1Gb/s b0", ethernet="1Gb/s")
 OUTER = "min=2,every=8,fragments=2,delay=1,compress=off,timeout=60"
 STEPS = 24
 
@@ -26,7 +17,7 @@ STEPS = 24
 def train(directory, cut, *flags):
     """Losses of each job, and what the coordinator said."""
     directory.mkdir()
-    with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab, coordinator(lab) as (where, told):
+    with Lab(CLUSTERS) as lab, coordinator(lab) as (where, told):
         if cut:
             for node, other in (("a0", "b0"), ("b0", "a0")):
                 address = next(one.address for one in lab.nodes if one.name == other)

@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from clusters import toml
+from waiting import await_
 
 from holmes_ext.cluster.spec import parse_spec
 
@@ -20,10 +20,7 @@ def python(code, *arguments):
 
 
 def eventually(condition, what):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+    await_(condition, PATIENCE, what)
 
 
 def marked(marker):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import clusters
+
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.lab import Lab
 from holmes_ext.lab.launchers.daemons import Daemons
@@ -17,26 +19,6 @@ from integration_tests.jobs import ROOT
 from integration_tests.launchers import train
 
 TRAIN = str(Path(train.__file__))
-#: Two clusters; nodes and the processes of each are filled in.
-TOML = """
-version = 2
-[ethernet]
-rate = "400Mb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "2Gb/s"
-nodes = NODES_A
-processes = PROCESSES
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1Gb/s"
-nodes = NODES_B
-processes = PROCESSES
-"""
-
-
 PAIR = ("a0", "b0")
 
 
@@ -51,7 +33,7 @@ class Bench:
     needs: tuple[str, ...] = ()
     processes: int = 1
     order: tuple[str, ...] = ("a0", "b0", "a1", "b1")
-    toml: str = TOML
+    toml: str = ""
 
     @property
     def file(self) -> Path:
@@ -59,11 +41,9 @@ class Bench:
         return self.folder / "cluster.toml"
 
     def write(self) -> None:
-        text = self.toml.replace("PROCESSES", str(self.processes))
-        for cluster in "ab":
-            own = sorted(node for node in self.order if node.startswith(cluster))
-            text = text.replace(f"NODES_{cluster.upper()}", json.dumps(own))
-        self.file.write_text(text)
+        a, b = (",".join(sorted(node for node in self.order if node.startswith(name))) for name in "ab")
+        self.file.write_text(self.toml or clusters.toml(
+            f"a ib 2Gb/s {a}", f"b roce 1Gb/s {b}", ethernet="400Mb/s", processes=self.processes))
 
     def __enter__(self) -> Bench:
         self.script = [TRAIN, str(self.folder), "--holmes", "--holmes-cluster", str(self.file)]

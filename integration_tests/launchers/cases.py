@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from waiting import await_
 
 from integration_tests.launchers.bench import PAIR, Bench
 
@@ -21,10 +22,7 @@ def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
+    await_(condition, PATIENCE, what)
 
 
 def torchrun(bench: Bench, *flags: str) -> list[str]:

@@ -2,27 +2,10 @@
 cross."""
 
 import pytest
+from clusters import toml
 
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
-from integration_tests.jobs import LabOf, full, train_megatron
+from integration_tests.jobs import full, lab_fixture, train_megatron
 
-CLUSTERS = """version = 1
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "1Gb/s"
-processes = 2
-nodes = ["a0"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "1Gb/s"
-processes = 2
-nodes = ["b0"]
-"""
 #: 65 rows of a tensor, which 2 ranks cannot share out evenly. 1F1B goes through the mailbox, the interleaved
 #: schedule through megatron-core's unbatched operations.
 MODEL = (
@@ -30,15 +13,7 @@ MODEL = (
     "--tensor 2 --pipeline 2 --micro-batches 8"
 ).split()
 SPLITS = {"plain": "--steps 4", "interleaved": "--virtual-pipeline 2 --steps 3"}
-
-
-@pytest.fixture(scope="module")
-def clusters(tmp_path_factory):
-    """One node with InfiniBand, one with RoCE; 2 processes on each."""
-    file = tmp_path_factory.mktemp("clusters") / "cluster.toml"
-    file.write_text(CLUSTERS)
-    with Lab(load_spec(file)) as lab:
-        yield LabOf(file, lab)
+clusters = lab_fixture(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s", processes=2))
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,15 @@
 """examples/fsdp2 over both clusters: the same losses by --holmes-fsdp hybrid, and how much less crosses."""
 
+from functools import partial
+
 from integration_tests.commands.test_telemetry import check_bytes, told
-from integration_tests.jobs import ROOT, full, losses, said, same
+from integration_tests.jobs import ROOT, full, same
+from integration_tests.stacks import test_pipelining as pipelining
 
 SCRIPT = str(ROOT / "examples" / "fsdp2" / "train.py")
 MODEL = "--layers 2 --hidden 128 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 2".split()
 WEIGHTS_MB = (2 * (12 * 128 * 128 + 13 * 128) + (256 + 16 + 2 + 256) * 128) * 4 / 1e6
-
-
-def train(clusters, directory, name, *flags, steps=8):
-    """(losses, what holmes said, MB that all nodes sent on Ethernet)"""
-    log, before = directory / f"{name}.jsonl", clusters.lab.counters()
-    result = clusters.run(SCRIPT, *MODEL, "--steps", str(steps), "--log-file", str(log), *flags)
-    assert result.returncode == 0, result.outputs
-    return losses(log), said(result), sum(nics["eth0"] for nics in clusters.sent(before).values())
+train = partial(pipelining.train, steps=8, command=(SCRIPT, *MODEL))
 
 
 @full

@@ -21,10 +21,10 @@ WAYS = {
 }
 
 
-def train(clusters, directory, name, *flags, steps=4):
+def train(clusters, directory, name, *flags, steps=4, command=(SCRIPT, *MODEL)):
     """(losses, what holmes said, MB that all nodes sent on Ethernet)"""
     log, before = directory / f"{name}.jsonl", clusters.lab.counters()
-    result = clusters.run(SCRIPT, *MODEL, "--steps", str(steps), "--log-file", str(log), *flags)
+    result = clusters.run(*command, "--steps", str(steps), "--log-file", str(log), *flags)
     assert result.returncode == 0, result.outputs
     return losses(log), said(result), sum(nics["eth0"] for nics in clusters.sent(before).values())
 

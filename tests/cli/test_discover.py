@@ -5,18 +5,13 @@ import socket
 import subprocess
 
 import pytest
+from damage import nic_of
 from sysfs_builder import aws_ena, container, dgx_a100, dual_port, ports_down, roce_lag
 
 from holmes_ext.cli import discover
 from holmes_ext.cli.main import main
 from holmes_ext.cli.show.table import Screen
-from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.sysfs.node import read_nics, select
-from holmes_ext.document import Table
-
-
-def nic_of(values):
-    return Table(values, "a NIC").into(Nic)
 
 
 def holmes(*argv):

@@ -2,29 +2,14 @@
 
 import json
 
+import clusters
 import pytest
 from test_docs import ROOT
 
 from holmes_ext.cli.main import main
 from holmes_ext.cluster.sources import slurm
 
-TOML = """
-version = 2
-[ethernet]
-rate = "25Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "400Gb/s"
-nodes = ["a[0-3]"]
-processes = 8
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "200Gb/s"
-nodes = ["b[0-3]"]
-processes = 8
-"""
+TOML = clusters.toml("a ib 400Gb/s a[0-3]", "b roce 200Gb/s b[0-3]", ethernet="25Gb/s", processes=8)
 SIZES = ("--sizes", "pipeline=2,tensor=8")
 MODEL = ("--model", str(ROOT / "examples" / "models" / "gpt_7.5b.toml"), "--global-batch", "96")
 

@@ -9,9 +9,8 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from clusters import example
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
 from holmes_ext.patches.launch_flags import launches, limited
 from holmes_ext.patches.megatron.command_line.arguments import sizes_from_arguments
 from holmes_ext.patches.traits import ENGINES
@@ -22,7 +21,6 @@ from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.space import Limits
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 MODEL = Model(layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12))
 
 
@@ -33,8 +31,8 @@ def best(framework=None, model=MODEL, **allowed):
 
 def searched(name, model, batch, limits, seconds=inf):
     """A first look."""
-    network = Network(site_from_spec(load_spec(EXAMPLES / f"{name}.toml")))
-    return search(SearchResult(network, model, batch, limits, Rules(overlap=True)), seconds, prove=False)
+    result = SearchResult(Network(example(name)), model, batch, limits, Rules(overlap=True))
+    return search(result, seconds, prove=False)
 
 
 def within(framework, allowed):

@@ -30,9 +30,9 @@ def plan_of(ethernet, fast="1.2Gb/s", processes=4):
     return build_plan(clusters, Sizes(), options=OPTIONS)
 
 
-def summed(plan, slower=1.0, reduction=None):
+def summed(plan, slower=1.0):
     """The sums of a job on whose Ethernet all takes `slower` times what the plan's rate says."""
-    (reduction,) = (reduction,) if reduction is not None else plan.traffic_of("sockets").reductions
+    (reduction,) = plan.traffic_of("sockets").reductions
     decided = decisions(replace(plan, workload=replace(plan.workload, gradient_bytes=SIZE)), *KNOWN)
     (sums,) = decided.prices.sums(decided.placement, 0)
     if in_two_levels(reduction, SIZE):

@@ -10,8 +10,7 @@ import clusters
 import pytest
 from prices import costs_on_site, step_seconds
 
-from holmes_ext.cluster.site import Site, site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
@@ -28,7 +27,7 @@ MODEL = replace(load_model(EXAMPLES.parent / "models" / "deepspeed_demo.toml"), 
 
 
 def sample(name, order=None):
-    site = site_from_spec(load_spec(EXAMPLES / f"{name}.toml"))
+    site = clusters.example(name)
     return site if order is None else Site(tuple(site.node_by_name[node] for node in order), site.fabrics)
 
 

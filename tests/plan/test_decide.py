@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import random_sites
+from clusters import example
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
@@ -32,10 +32,6 @@ from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BACKENDS = {"gloo": SOCKETS, "nccl": VERBS}
 GB = 10**9
-
-
-def sample(name):
-    return site_from_spec(load_spec(EXAMPLES / "clusters" / f"{name}.toml"))
 
 
 def real(*nodes, ethernet=25 * GB, **fabrics):
@@ -103,8 +99,8 @@ def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
 
 def test_the_plan_does_not_count_on_what_is_switched_off():
     """HOLMES_DISABLE: tensor ranks that cut what crosses, tied weights, edges, overlap, two levels."""
-    nodes = tuple(Node(node.name, node.cluster, 2, node.ports) for node in sample("two_clusters_8").nodes)
-    site = replace(sample("two_clusters_8"), nodes=nodes)
+    nodes = tuple(Node(node.name, node.cluster, 2, node.ports) for node in example("two_clusters_8").nodes)
+    site = replace(example("two_clusters_8"), nodes=nodes)
     model = replace(load_model(str(EXAMPLES / "models" / "gpt_7.5b.toml")), tied=True)
     sizes, off = Sizes(2, 2, data=4), {
         "slices": lambda traffic: max(edge.slices for edge in traffic.edges) > 1,
@@ -174,7 +170,7 @@ def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
 
 
 def test_a_plan_of_version_1_gets_what_it_lacks():
-    site = sample("two_clusters_4")
+    site = example()
     bare = Plan(site.digest, ("a0", "a1", "b0", "b1"), 1, Sizes(2).complete(4))
     assert bare.transports == {} and derive_traffic(bare, site).transports["data"] == ("a", "b")
     work = Workload(gradient_bytes=1.0)
@@ -182,7 +178,7 @@ def test_a_plan_of_version_1_gets_what_it_lacks():
 
 
 def test_networks_are_as_measured():
-    site = sample("two_clusters_4")
+    site = example()
     crawling = Links({"a": Link.of(replace(site.fabric_by_name["a"], rate_bps=10**6))})
     plan = build_plan(site, Sizes(2), links=crawling)
     assert plan.fabrics[-1].name == "a" and set(plan.transports["data"]) == {"ethernet", "b"}
@@ -192,7 +188,7 @@ def test_networks_are_as_measured():
 
 
 def test_whose_reduction_is_waited_for_depends_on_the_model():
-    site, sizes = sample("two_clusters_4"), Sizes(2).complete(4)
+    site, sizes = example(), Sizes(2).complete(4)
     quick = Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e8)
     plan = build_plan(site, sizes, quick)
     assert [way.overlap for way in plan.traffic_of().reductions] == [True, False]
@@ -207,7 +203,7 @@ def test_whose_reduction_is_waited_for_depends_on_the_model():
 
 
 def test_other_sizes_are_decided_with_the_plans_own_numbers():
-    site, quick = sample("two_clusters_4"), Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e8)
+    site, quick = example(), Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e8)
     plan = build_plan(site, None, quick, basis="mine")
     other = resized(plan, Sizes(2).complete(4), Options())
     assert [way.overlap for way in other.traffic_of().reductions] == [True, False]
@@ -218,13 +214,13 @@ def test_other_sizes_are_decided_with_the_plans_own_numbers():
 
 
 def test_large_sums_over_unequal_clusters_go_in_two_levels_over_sockets_only():
-    plan = build_plan(sample("two_clusters_3_5"))
+    plan = build_plan(example("two_clusters_3_5"))
     everyone = tuple(range(8))
     assert (
         reduction_of(plan, everyone, SOCKETS, Options()).clusters
         and not reduction_of(plan, everyone, VERBS, Options()).clusters
     )
-    even = build_plan(sample("two_clusters_8"))
+    even = build_plan(example("two_clusters_8"))
     assert reduction_of(even, everyone, VERBS, Options()).clusters == ("a", "b")
     assert reduction_of(even, (0, 1, 2), SOCKETS, Options()).clusters == ()
 
@@ -243,7 +239,7 @@ def test_two_levels_where_a_group_straddles_and_the_link_is_slow():
 
 
 def test_a_group_that_is_not_planned_follows_the_same_rules():
-    plan = build_plan(sample("two_clusters_8"), Sizes(2))
+    plan = build_plan(example("two_clusters_8"), Sizes(2))
     inside, across = (
         reduction_of(plan, (0, 1), SOCKETS, Options()),
         reduction_of(plan, (0, 1, 4, 5), SOCKETS, Options()),
@@ -252,10 +248,10 @@ def test_a_group_that_is_not_planned_follows_the_same_rules():
 
 
 def test_a_bucket_is_the_networks_the_users_or_an_eighth_of_little():
-    plan = build_plan(sample("two_clusters_4"), Sizes(2))
+    plan = build_plan(example(), Sizes(2))
     assert reduction_of(plan, (0, 1), SOCKETS, Options()).bucket_bytes == 2**20
     assert reduction_of(plan, (0, 1), SOCKETS, Options(), total_bytes=80_000).bucket_bytes == 10_000
-    given = build_plan(sample("two_clusters_4"), Sizes(2), options=Options(bucket="2"))
+    given = build_plan(example(), Sizes(2), options=Options(bucket="2"))
     assert given.traffic_of().reductions[0].bucket_bytes == 2_000_000
 
 
@@ -267,7 +263,7 @@ def test_what_compression_leaves_is_what_the_codecs_say():
 
 
 def test_straddling_groups_are_those_whose_members_have_better():
-    site = sample("two_clusters_4")
+    site = example()
     good, turn = (
         derive_traffic(Plan(site.digest, nodes, 1), site)
         for nodes in (("a0", "a1", "b0", "b1"), ("a0", "b0", "a1", "b1"))
@@ -284,7 +280,7 @@ def test_straddling_groups_are_those_whose_members_have_better():
                                            (Sizes(2, tensor=16), 1)])
 def test_tensor_ranks_share_out_what_crosses(sizes, slices):
     """Where each lies in a node; inside a cluster, and where sequence parallelism cuts it, nothing is cut."""
-    site = sample("paper_4_roce_4_ib")
+    site = example("paper_4_roce_4_ib")
     for network_api in NETWORK_APIS:
         edges = build_plan(site, sizes).traffic_of(network_api).edges
         for edge in edges:
@@ -295,11 +291,11 @@ def test_tensor_ranks_share_out_what_crosses(sizes, slices):
 
 
 def test_tied_weights_are_summed_in_two_levels_where_each_stage_has_a_cluster():
-    plan = build_plan(sample("two_clusters_8"), Sizes(2))
+    plan = build_plan(example("two_clusters_8"), Sizes(2))
     for network_api in NETWORK_APIS:
         assert set(plan.traffic_of(network_api).tied.clusters) == {"a", "b"}
     assert tied_sums(plan.sizes) == [(0, 4, 1, 5, 2, 6, 3, 7)]
     for sizes in (Sizes(), Sizes(8)):  # one stage; one data-parallel rank
-        assert build_plan(sample("two_clusters_8"), sizes).traffic_of(SOCKETS).tied is None
-    with_tensor = build_plan(sample("paper_4_roce_4_ib"), Sizes(2, tensor=2))
+        assert build_plan(example("two_clusters_8"), sizes).traffic_of(SOCKETS).tied is None
+    with_tensor = build_plan(example("paper_4_roce_4_ib"), Sizes(2, tensor=2))
     assert len(tied_sums(with_tensor.sizes)) == 2 and with_tensor.traffic_of(VERBS).tied

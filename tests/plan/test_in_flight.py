@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from clusters import site
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu
@@ -16,21 +15,7 @@ from holmes_ext.plan.decisions import more_bytes
 from holmes_ext.plan.plan import parse_plan
 from holmes_ext.plan.sizes import Sizes
 
-SLOW = """version = 1
-[ethernet]
-rate = "2Gb/s"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "200Gb/s"
-nodes = ["a[0-3]"]
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "200Gb/s"
-nodes = ["b[0-3]"]
-"""
-SITE = site_from_spec(parse_spec(SLOW))
+SITE = site("a ib 200Gb/s a[0-3]", "b roce 200Gb/s b[0-3]", ethernet="2Gb/s")
 MODEL = replace(load_model(Path(__file__).parents[2] / "examples/models/gpt_7.5b.toml"), global_batch=512)
 
 
@@ -82,8 +67,8 @@ def test_a_command_lines_model_is_enough():
 
 def test_edges_that_take_next_to_nothing_are_the_frameworks():
     """One cluster: nothing is worth hiding, the plan's step is that of the framework's own schedule."""
-    site = site_from_spec(parse_spec(SLOW[: SLOW.index("[[cluster]]", SLOW.index("[[cluster]]") + 1)]))
-    plan = build_plan(site, Sizes(2), model=MODEL)
+    one = site("a ib 200Gb/s a[0-3]", ethernet="2Gb/s")
+    plan = build_plan(one, Sizes(2), model=MODEL)
     assert plan.traffic_of("sockets").in_flight == () and plan.loads
-    off = build_plan(site, Sizes(2), model=MODEL, options=Options(inflight="off"))
+    off = build_plan(one, Sizes(2), model=MODEL, options=Options(inflight="off"))
     assert plan.predicted == off.predicted

@@ -1,8 +1,10 @@
 """What joined jobs over the links of a cluster.toml would take (plan/joined.py), by hand."""
 
 import json
+from itertools import combinations
 
 import pytest
+from clusters import toml
 
 from holmes_ext.cli.main import main
 from holmes_ext.cli.show.joined_plan import Beside, show
@@ -12,23 +14,19 @@ from holmes_ext.plan import joined
 from holmes_ext.plan.simulate.rounds import Runner, simulate_round
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
 
-SITE = """version = 2
-[ethernet]
-rate = "10Gb/s"
-{clusters}
-{between}
-"""
-CLUSTER = '[[cluster]]\nname = "{0}"\nkind = "ib"\nrate = "100Gb/s"\nnodes = ["{0}[0-{1}]"]\nprocesses = 2\n'
 BETWEEN = '[[between]]\nclusters = ["{}", "{}"]\nrate = "1Gb/s"\nlatency = "50ms"\n'
 
 
+def text_of(*last_nodes, between="", a=""):
+    """cluster.toml; a: keys of the first cluster."""
+    clusters = [f"{name} ib 100Gb/s {name}[0-{last}]" for name, last in zip("abcd", last_nodes)]
+    return toml(clusters[0] + a, *clusters[1:], ethernet="10Gb/s", processes=2) + between
+
+
 def site(*last_nodes, flat=False):
-    names = "abcd"[: len(last_nodes)]
-    clusters = "".join(map(CLUSTER.format, names, last_nodes))
-    pairs = [(x, y) for x in names for y in names if x < y]
-    return site_from_spec(parse_spec(SITE.format(
-        clusters=clusters, between="" if flat else "".join(BETWEEN.format(*pair) for pair in pairs)),
-                                     "c.toml"))
+    pairs = [] if flat else combinations("abcd"[: len(last_nodes)], 2)
+    text = text_of(*last_nodes, between="".join(BETWEEN.format(*pair) for pair in pairs))
+    return site_from_spec(parse_spec(text, "c.toml"))
 
 
 def test_seconds_of_a_round():
@@ -55,11 +53,10 @@ def test_the_simulation_is_the_closed_form_where_nothing_is_shared(clusters, par
 
 def test_jobs_share_uplinks_and_links_are_not_equal():
     """a's uplink carries 2 of the 3 streams that leave: those to b and c; c's link to b is slow by itself."""
-    uplinks = [CLUSTER.format(name, 0) + 'uplink = "1Gb/s"\n' * (name == "a") for name in "abc"]
     links = [BETWEEN.format(*pair).replace("1Gb/s", rate) for pair, rate in
              ((("a", "b"), "10Gb/s"), (("a", "c"), "10Gb/s"), (("b", "c"), "0.1Gb/s"))]
     found = [simulate_round(
-        site_from_spec(parse_spec(SITE.format(clusters="".join(uplinks), between="".join(some)), "c.toml")),
+        site_from_spec(parse_spec(text_of(0, 0, 0, between="".join(some), a=" uplink=1Gb/s"), "c.toml")),
         [Runner(name, 1.0) for name in "abc"], 1e9, 2, 1).round_s
              for some in (links, links[:2] + [links[0].replace(
             '"a", "b"', '"b", "c"')])]
@@ -70,8 +67,8 @@ def test_jobs_share_uplinks_and_links_are_not_equal():
 def test_steps_that_use_ethernet_and_a_round_are_in_each_others_way():
     """A NIC of 10 Gb/s, a link as wide: half of it each while both send; the step takes longer by what the
     round takes away, and the round by what the step does. Other steps are as they were."""
-    text = SITE.format(clusters="".join(map(CLUSTER.format, "ab", (0, 0))),
-                       between=BETWEEN.format("a", "b").replace("1Gb/s", "10Gb/s").replace("50ms", "1us"))
+    between = BETWEEN.format("a", "b").replace("1Gb/s", "10Gb/s").replace("50ms", "1us")
+    text = text_of(0, 0, between=between)
     wide = site_from_spec(parse_spec(text, "c.toml"))
     one, two = (simulate_round(wide, [Runner(name, 1.0, ethernet_s) for name in "ab"], 20e9, 3, 8)
                 for ethernet_s in (0.0, 0.5))
@@ -149,10 +146,8 @@ def test_holmes_plan_joined(tmp_path, capsys):
     page, found = tmp_path / "plan.html", []
     more = ["--json", "--html", str(page), "--pictures", str(tmp_path / "pictures")]
     for name, last, options in (("two", (1, 1), more), ("one", (1,), [])):
-        names = "ab"[: len(last)]
         between = BETWEEN.format("a", "b") if len(last) > 1 else ""
-        (tmp_path / f"{name}.toml").write_text(
-            SITE.format(clusters="".join(map(CLUSTER.format, names, last)), between=between))
+        (tmp_path / f"{name}.toml").write_text(text_of(*last, between=between))
         arguments = ["plan", "--cluster", str(tmp_path / f"{name}.toml"), "--model",
                      str(tmp_path / "model.toml")]
         found.append((main([*arguments, "--joined", "--seconds", "2", *options]), *capsys.readouterr()))

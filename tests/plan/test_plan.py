@@ -1,6 +1,5 @@
 """plan.json: round trips, every kind of bad file, and a few hundred mutated ones."""
 
-import hashlib
 import json
 import random
 from dataclasses import replace
@@ -9,8 +8,7 @@ from pathlib import Path
 import clusters
 import pytest
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.document import with_digest
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.across import CrossClusterAlgorithm
 from holmes_ext.plan.decide import derive_traffic
@@ -54,8 +52,7 @@ def test_round_trip(tmp_path):
 def test_a_file_of_version_1_is_read():
     """As `holmes plan` wrote it before plans held networks and reductions; an edit shows there, too."""
     file = Path(__file__).parent / "plan_version_1.json"
-    site = site_from_spec(
-        load_spec(Path(__file__).parents[2] / "examples" / "clusters" / "two_clusters_4.toml"))
+    site = clusters.example()
     old = check_plan(load_plan(file), site)
     assert old.nodes == ("a0", "a1", "b0", "b1") and old.stage_layers == (4, 2) and old.fabrics == ()
     assert derive_traffic(old, site).transports["data"] == ("a", "b")
@@ -70,8 +67,7 @@ def test_a_file_of_version_2_is_read():
     for traffic in content["traffic"]:
         traffic["tied"] = []
     del content["workload"]["activation_width"], content["digest"]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    old = parse_plan(json.dumps({**content, "digest": digest}), made.source)
+    old = parse_plan(with_digest(content), made.source)
     assert old.traffic == () and replace(derive_traffic(old, SITE), straddling=made.straddling) == made
 
 
@@ -80,8 +76,7 @@ def test_a_file_of_version_3_is_read():
     made = plan()
     content = json.loads(made.to_json()) | {"version": 3, "traffic": [{"carriers": ["verbs"]}]}
     del content["digest"]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    old = parse_plan(json.dumps({**content, "digest": digest}), made.source)
+    old = parse_plan(with_digest(content), made.source)
     assert old == replace(made, traffic=())
 
 

@@ -19,7 +19,7 @@ def test_world_that_does_not_divide(sizes, world):
 
 @pytest.mark.parametrize("data", [2, 3])
 def test_sizes_whose_product_is_not_the_world_size(data):
-    with pytest.raises(HolmesError, match=f"context 1 x data {data} is not the world size 8; for tensor 1"):
+    with pytest.raises(HolmesError, match=f"x data {data} is not the world size 8; leave data out"):
         Sizes(2, data=data).complete(8)
 
 

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import random_sites
@@ -77,13 +76,6 @@ def test_every_group_is_made_on_the_network_that_the_plan_has_for_it():
             for ranks, fabric in zip(groups, listed if len(listed) > 1 else listed * len(groups)):
                 assert made.get((kind, ranks), fabric) == fabric
     assert {fabric for job in jobs for *_, fabric in job["groups"]} >= {"local", "ethernet", "f0", "f1", "f2"}
-
-
-class NcclOptions:
-    """The shape of ProcessGroupNCCL.Options."""
-
-    def __init__(self):
-        self.config = SimpleNamespace(net_name=None)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -64,7 +64,7 @@ class Orders:
 
         return a == b or not wan or all(look((a, n)) == look((b, n)) for n in names if n not in (a, b))
 
-    def placements(self, sizes: Sizes, limit: int = MAX_ORDERS) -> tuple[list[Placement], bool]:
+    def placements(self, sizes: Sizes) -> tuple[list[Placement], bool]:
         """All of them for complete sizes in the default order of ranks, and whether none was left out."""
         pipeline, complete = sizes.pipeline, True
         placements: list[Placement] = []
@@ -72,7 +72,7 @@ class Orders:
             if pipeline == 1 and together > 1:
                 break  # one stage holds all clusters anyhow
             orders = chain(self._chained(together), self._distinct(together))
-            most = min(MOST_CHAINED if self.network.wan else limit, max(8, limit // pipeline))
+            most = min(MOST_CHAINED if self.network.wan else MAX_ORDERS, max(8, MAX_ORDERS // pipeline))
             listed = list(dict.fromkeys(islice(orders, 1 if pipeline == 1 else most)))
             complete = complete and (pipeline == 1 or next(orders, None) is None)
             for groups in listed:

@@ -85,7 +85,7 @@ def _why_thin(costs: StageCosts, result: SearchResult, candidate: Candidate, sta
         yield f"{what}, as long as {2 * send / work:.0f} layers"
 
 
-def explain(result: SearchResult, changes: int = CHANGES) -> list[str]:
+def explain(result: SearchResult) -> list[str]:
     """At most ten lines: what the best plan wins against the runner-up, the user's layout and stock, by
     cause; then what one change of the site gives, the greatest gain first (those below the certificate's gap
     as "unchanged")."""
@@ -105,7 +105,7 @@ def explain(result: SearchResult, changes: int = CHANGES) -> list[str]:
     gains = [(what, seconds / best.step_s - 1, seconds) for what, seconds in ranked]
     large = [change for change in gains if abs(change[1]) >= gap]
     same = [what for what, gain, _ in gains if abs(gain) < gap]
-    shown = changes - bool(same)
+    shown = CHANGES - bool(same)
     lines += [f"with {what}: {seconds:.4g} s ({gain:+.1%})" for what, gain, seconds in large[:shown]]
     within = f" (within {gap:.1%})" if gap > NOTHING else ""
     return lines + ([f"unchanged{within} with {some_of(same, 4)}"] if same else [])

@@ -56,9 +56,9 @@ def job_of(
     return JobStep(result.network, candidate.placement, model, run, costs)
 
 
-def simulated(result: SearchResult, candidate: Candidate, hide_edges: bool = True) -> Step:
+def simulated(result: SearchResult, candidate: Candidate) -> Step:
     """One step of `candidate`, whole."""
-    return job_of(result, candidate, hide_edges).step()
+    return job_of(result, candidate).step()
 
 
 def passes(shape: Shape, layers: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.sizes import AXES, Sizes
 
 KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world", "other")
 #: Words of a group's description (lower case) and its kind; the first that fits counts.
@@ -30,7 +30,6 @@ _DIMENSIONS = {
     "dp": "data", "replicate": "data", "shard": "data", "fsdp": "data", "tp": "tensor", "cp": "context",
     "pp": "pipeline", "ep": "expert",
 }  # fmt: skip
-_AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 
 
 def kind_of(ranks: Sequence[int], description: str, sizes: Sizes | None, world_size: int) -> str:
@@ -51,7 +50,7 @@ def kind_of_ranks(ranks: Sequence[int], sizes: Sizes | None, world_size: int) ->
     """The same from the ranks alone. A group of all ranks is "world", unless one axis is all there is."""
     members = tuple(sorted(ranks))
     if sizes is not None and len(members) > 1:
-        for axis, kind in _AXES.items():
+        for axis, kind in AXES.items():
             group = sizes.group(members[0], axis)
             if members == tuple(sorted(group)):
                 return kind
@@ -59,7 +58,7 @@ def kind_of_ranks(ranks: Sequence[int], sizes: Sizes | None, world_size: int) ->
         if set(members) <= set(stages):
             places = [stages.index(rank) for rank in members]
             return "embedding" if places == [0, len(stages) - 1] and len(stages) > 2 else "pipeline"
-        spans = {axis for axis in _AXES
+        spans = {axis for axis in AXES
                  if any(set(sizes.group(members[0], axis)) & {rank} for rank in members[1:])}
         if spans == {"dp"} or (spans == {"dp", "cp"}
                                and len(members) == sizes.data * sizes.context < world_size):

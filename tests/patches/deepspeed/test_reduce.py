@@ -1,10 +1,8 @@
 from types import SimpleNamespace
 
 import pytest
+from clusters import example
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
 from holmes_ext.plan.build import build_plan
@@ -13,7 +11,7 @@ from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
 
-SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
+SITE = example()
 
 
 class Engine(SimpleNamespace):

@@ -12,9 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from clusters import example
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import core as megatron_core
@@ -25,7 +24,7 @@ from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
 ROOT = Path(__file__).parents[3]
-SITE = site_from_spec(load_spec(ROOT / "examples" / "clusters" / "two_clusters_4.toml"))
+SITE = example()
 DEFAULTS = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,

@@ -3,13 +3,11 @@
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from clusters import example
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import megatron_lm
@@ -20,7 +18,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import grid
 from holmes_ext.runtime.start.launcher import Process
 
-SITE = site_from_spec(load_spec(Path(__file__).parents[3] / "examples" / "clusters" / "two_clusters_4.toml"))
+SITE = example()
 
 
 @pytest.fixture

@@ -1,41 +1,18 @@
 """price: steps under orders of nodes against hand-made numbers, and what was measured."""
 
+import clusters
 import pytest
 from prices import step_seconds
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.network import stock_fabric
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 
-SPEC = """
-version = 1
-[ethernet]
-rate = "{eth}"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "{ib}"
-nodes = ["a[0-3]"]
-processes = {p}
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "{roce}"
-nodes = ["b[0-3]"]
-processes = {p}
-"""
 
-
-def site(eth="250Mb/s", ib="2Gb/s", roce="1.6Gb/s", p=1):
-    return site_from_spec(parse_spec(SPEC.format(eth=eth, ib=ib, roce=roce, p=p)))
-
-
-def names(order):
-    return [f"{c}{i}" for c, i in order]
+def site(p=1):
+    return clusters.site("a ib 2Gb/s a[0-3]", "b roce 1.6Gb/s b[0-3]", processes=p)
 
 
 SORTED = [f"a{i}" for i in range(4)] + [f"b{i}" for i in range(4)]
@@ -89,8 +66,7 @@ def test_only_one_network():
 
 def test_stock_fabric():
     assert stock_fabric(site()).name == "ethernet"
-    alone = SPEC.format(eth="1Gb/s", ib="2Gb/s", roce="1Gb/s", p=1).split("[[cluster]]")
-    assert stock_fabric(site_from_spec(parse_spec("[[cluster]]".join(alone[:2])))).name == "a"
+    assert stock_fabric(clusters.site("a ib 2Gb/s a[0-3]", ethernet="1Gb/s")).name == "a"
 
 
 def test_agrees_with_what_was_measured():
@@ -113,12 +89,8 @@ def test_bad_workload(change):
         Workload(**change)
 
 
-FOUR = site_from_spec(parse_spec(SPEC.format(eth="250Mb/s", ib="2Gb/s", roce="1.6Gb/s",
-                                             p=1).replace("[0-3]", "[0-1]")))
-
-
 def overlapped(sizes, work):
-    return tuple(one.overlap for one in build_plan(FOUR, sizes, work).traffic_of().reductions)
+    return tuple(one.overlap for one in build_plan(clusters.site(), sizes, work).traffic_of().reductions)
 
 
 def test_the_first_stage_is_always_waited_for_a_later_one_when_its_fabric_is_slow():

@@ -5,12 +5,10 @@ import json
 import random
 
 import pytest
+from clusters import example
 
 import holmes_ext
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.experts.places import Places, places_of
 from holmes_ext.plan.experts.program import EPLB, solve
@@ -20,8 +18,8 @@ from holmes_ext.plan.sizes import Sizes
 pytest.importorskip("scipy")
 
 
-def places(file="two_clusters_4.toml", expert=4):
-    site = site_from_spec(load_spec(examples() / "clusters" / file))
+def places(name="two_clusters_4", expert=4):
+    site = example(name)
     return places_of(build_plan(site, Sizes(expert=expert).complete(site.world_size)))
 
 
@@ -60,7 +58,7 @@ def test_small_cases_against_all_orders(seed, kind):
 @pytest.mark.parametrize("kind", [RANK, EXPERT])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_more_crosses_than_under_eplb_and_no_place_is_much_fuller(seed, kind):
-    where = places("two_clusters_8.toml", 8)
+    where = places("two_clusters_8", 8)
     given = counts(seed, 8 if kind == RANK else 32, 32, kind)
     found = solve(given, where, seconds=120)
     eplb = next(way for way in found.placements if way.name == EPLB)
@@ -72,9 +70,9 @@ def test_no_more_crosses_than_under_eplb_and_no_place_is_much_fuller(seed, kind)
 
 
 def test_distances_are_zero_on_a_node_little_in_a_cluster_and_follow_the_links():
-    flat = places("two_clusters_8.toml", 8)
+    flat = places("two_clusters_8", 8)
     assert {flat.far[i][j] for i in range(8) for j in range(8)} == {0.0, 1e-4, 1.0}
-    wan = places("three_links_6.toml", 6)
+    wan = places("three_links_6", 6)
     assert max(map(max, wan.far)) == pytest.approx(4.0)  # links 200 : 200 : 50 Mb/s
 
 
@@ -91,7 +89,7 @@ def test_rows_of_all_ranks_are_added_up_by_their_place_in_the_group():
 
 
 def test_place_experts_from_python_reads_a_plan(tmp_path):
-    site = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
+    site = example()
     plan = build_plan(site, Sizes(expert=4).complete(4))
     plan.save(tmp_path / "plan.json")
     # those of rank 0 and 2 change places

@@ -137,9 +137,8 @@ def test_the_simulation_prices_receives_where_the_list_posts_them():
     assert waited
 
 
-SLOW = 'version = 2\n[ethernet]\nrate = "100Gb/s"\n' + "".join(
-    f'[[cluster]]\nname = "{name}"\nkind = "ib"\nrate = "200Gb/s"\nnodes = ["{name}[0-1]"]\n' for name in "ab"
-) + '[[between]]\nclusters = ["a", "b"]\nrate = "20Gb/s"\nlatency = "40ms"\n'  # fmt: skip
+SLOW = clusters.toml("a ib 200Gb/s a[0-1]", "b ib 200Gb/s b[0-1]", ethernet="100Gb/s") + (
+    '[[between]]\nclusters = ["a", "b"]\nrate = "20Gb/s"\nlatency = "40ms"\n')
 GPT = Model(16, 2048, 16, 2048, 50304, micro_batches=16, tied=False, flash=True, gpu=Gpu(150e12, 40e9))
 
 

@@ -3,12 +3,11 @@
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from clusters import example
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
@@ -23,7 +22,6 @@ from holmes_ext.plan.placement.straddling import straddling as straddling_groups
 from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.sizes import Sizes, groups
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
 RATES = (2e9, 1.6e9, 0.6e9, 2e9)
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "dp-tp-cp-ep-pp", "tp-pp-cp-ep-dp")
 WORK = Workload(0.03, 0.06, 8, 13e6, 4e5, 4e6, 4e6, 4e6)
@@ -316,7 +314,7 @@ def test_distinct_orders():
     ids=str,
 )
 def test_16384_gpus(sizes):
-    site = site_from_spec(load_spec(EXAMPLES / "eight_clusters_16384.toml"))
+    site = example("eight_clusters_16384")
     names = place(site, sizes, Workload()).names if sizes else fastest_first(Network(site))
     assert len(set(names)) == 2048
     if sizes in (None, Sizes(16, 8), Sizes(16, 8, order="tp-cp-ep-pp-dp")):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
+import clusters
 import pytest
 
 from holmes_ext.cluster.site import Fabric, site_from_spec
@@ -25,26 +26,10 @@ from holmes_ext.plan.search.space import Limits, parse_limits, shapes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
 MODEL = Model(layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12))
-TEXT = """version = 1
-[ethernet]
-rate = "{ethernet}"
-[[cluster]]
-name = "a"
-kind = "ib"
-rate = "100Gb/s"
-nodes = ["a[0-1]"]
-processes = 2
-[[cluster]]
-name = "b"
-kind = "roce"
-rate = "50Gb/s"
-nodes = ["b[0-{last}]"]
-processes = 2
-"""
 
 
-def small(ethernet="10Gb/s", last=1):
-    return site_from_spec(parse_spec(TEXT.format(ethernet=ethernet, last=last)))
+def small(ethernet="10Gb/s", a="a[0-1]", b="b[0-1]"):
+    return clusters.site(f"a ib 100Gb/s {a}", f"b roce 50Gb/s {b}", ethernet=ethernet, processes=2)
 
 
 def splits(layers, stages):
@@ -116,7 +101,7 @@ def test_three_clusters_and_uneven_ones():
     site = site_from_spec(load_spec(EXAMPLES / "three_clusters_8.toml"))
     limits = parse_limits(["recompute=none", "zero=1"])
     check_least(search(site, MODEL, 16, limits), exhaustive(site, MODEL, 16, limits))
-    site, model = small(last=2), replace(MODEL, heads=10, hidden=640)
+    site, model = small(b="b[0-2]"), replace(MODEL, heads=10, hidden=640)
     check_least(search(site, model, 10), exhaustive(site, model, 10))
 
 
@@ -159,8 +144,7 @@ def test_ctrl_c_keeps_the_best_so_far():
 
 
 def test_clusters_of_one_node():
-    text = TEXT.format(ethernet="10Gb/s", last=0).replace("a[0-1]", "a0").replace("b[0-0]", "b0")
-    site = site_from_spec(parse_spec(text))
+    site = small(a="a0", b="b0")
     check_least(search(site, MODEL, 16), exhaustive(site, MODEL, 16))
 
 

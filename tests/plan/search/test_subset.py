@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from math import inf
 
+import clusters
 import pytest
 from random_clusters import random_site
 
@@ -134,10 +135,8 @@ def test_the_best_of_all_subsets_of_random_sites(seed):
 def test_equal_parts_of_three_clusters_are_above_the_floor_of_two():
     """NCCL sums in two levels over clusters with equally many ranks, so 4 + 4 + 4 nodes and not 4 + 8: yet
     the eight of open clusters are a floor."""
-    rows = [f'[[cluster]]\nname = "{name}"\nkind = "ib"\nrate = "400Gb/s"\nnodes = '
-            f'["{name}[0-3]"]\nprocesses = 8\n'
-            for name in "abc"]
-    spec = parse_spec('version = 2\n[ethernet]\nrate = "25Gb/s"\n' + "".join(rows))
+    three = (f"{name} ib 400Gb/s {name}[0-3]" for name in "abc")
+    spec = clusters.spec(*three, ethernet="25Gb/s", processes=8)
     model = on_clusters(Model(name="m", layers=16, hidden=2048, heads=16, sequence=1024, vocabulary=32000,
                               global_batch=96), spec)
     shape = Shape(1, 8, 1, 1, 12, 1, 1, 8, "none", 0)

@@ -6,11 +6,10 @@ import sys
 
 import pytest
 import torch
+from clusters import example
 from prices import job_on_site
 from ranks import run_ranks
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab.samples import examples
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.plan.cost.model import Model
@@ -20,7 +19,7 @@ from holmes_ext.runtime.reduce.reducer import GradientReducer
 
 pytest.importorskip("deepspeed")
 LAYERS, HIDDEN, HEADS, SEQUENCE = 6, 288, 4, 16
-SITE = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
+SITE = example()
 
 
 def stages(tied):

@@ -1,11 +1,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from clusters import example
 from ranks import run_ranks
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
@@ -61,7 +59,7 @@ def unnamed(rank):
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     dist.init_process_group(store=dist.PrefixStore("unnamed", store), rank=rank, world_size=4)
-    site = site_from_spec(load_spec(examples() / "clusters" / "two_clusters_4.toml"))
+    site = example()
     session.set_active(session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site,
                                        build_plan(site), rank))
     way = straddling.planned(dist.group.WORLD)

@@ -37,9 +37,14 @@ def test_the_interpreter_waits_for_what_a_thread_of_gloo_calls(way):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 stops such threads")
 def test_it_would_abort():
-    """So the test above can fail. (Now and then the thread is in the middle of something else: SIGSEGV.)"""
-    result = run("plain", "then")
-    assert result.returncode == -6 and "terminate called" in result.stderr or result.returncode == -11
+    """So the test above can fail. It is a race, on full cores the call may be over in time; now and then the
+    thread is in the middle of something else (SIGSEGV)."""
+
+    def aborts() -> bool:
+        result = run("plain", "then")
+        return result.returncode == -6 and "terminate called" in result.stderr or result.returncode == -11
+
+    assert any(aborts() for _ in range(5))
 
 
 def test_what_a_call_returns_and_raises_passes():

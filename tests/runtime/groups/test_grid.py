@@ -1,12 +1,11 @@
 """grid: the sizes that a framework makes, against the plan's."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from clusters import example
 
-from holmes_ext.cluster.site import Fabric, Node, Port, Site, site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.site import Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed import p2p as deepspeed_p2p
@@ -18,7 +17,7 @@ from holmes_ext.runtime.groups import grid
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
-SITE = site_from_spec(load_spec(Path(__file__).parents[3] / "examples" / "clusters" / "two_clusters_4.toml"))
+SITE = example()
 TURN = Site(tuple(SITE.node_by_name[name] for name in ("a0", "b0", "a1", "b1")), SITE.fabrics)
 
 

@@ -1,10 +1,10 @@
 """Pipelines whose messages are kernels that wait for their other end: no order of hardware queues, and no
 wait for the device, holds them up for ever."""
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
-from itertools import zip_longest
 from types import SimpleNamespace
 
 import pytest
@@ -55,10 +55,15 @@ def launched(monkeypatch, flight, micro_batches, steps=2):
     for stage in range(stages):
         log = logs[stage] = []
 
-        def message(operation, peer, group, log=log, stage=stage):
-            number = len(messages(log)) + 1
+        def message(operation, peer, group, log=log, stage=stage, positions=itertools.count(1)):
+            number = next(positions)
             log.append(Launch(number, group, tuple(sorted((stage, peer))), operation, 24, peer, stays=False))
-            return SimpleNamespace(wait=lambda: log.append(Wait(number)))
+
+            def wait():
+                next(positions)
+                log.append(Wait(number))
+
+            return SimpleNamespace(wait=wait)
 
         monkeypatch.setattr(dist, "isend", lambda tensor, peer, group, to=message: to("send", peer, group))
         monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group, to=message: to("receive", peer, group))
@@ -116,16 +121,16 @@ def program(log, rank, stream_of=None, synchronize=()):
     """What torch puts into a device's streams: a message's stream waits for what was computed so far.
     stream_of: which streams are one; synchronize: of each entry of the log, whether the host waits for the
     device after it."""
-    counts, made, stream_of = Counter(), [], stream_of or {}
+    counts, made, stream_of, entries = Counter(), [], stream_of or {}, messages(log)
 
     def stream(name):
         return stream_of.get(name, name)
 
-    for entry, waits in zip_longest(log, synchronize):
+    for entry, waits in itertools.zip_longest(log, synchronize):
         if isinstance(entry, tuple):
             made += [Kernel(stream("compute")), *([SYNCHRONIZE] if waits else [])]
         elif isinstance(entry, Wait):
-            made.append(Join(stream("compute"), stream(messages(log)[entry.number - 1].group)))
+            made.append(Join(stream("compute"), stream(entries[entry.number - 1].group)))
         else:
             ends = (rank, entry.peer) if entry.operation == "send" else (entry.peer, rank)
             counts[ends] += 1

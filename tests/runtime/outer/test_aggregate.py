@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from holmes_ext.runtime.outer.rounds.aggregate import (
-    BY_PRODUCTS,
     centered_clipping,
     coefficients,
     combine,
@@ -107,7 +106,7 @@ def test_the_flag_aggregate_is_the_projection_on_the_subspace_of_whole_vectors()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["median", "trimmed", *BY_PRODUCTS])
+@pytest.mark.parametrize("name", AGGREGATES[1:])
 def test_one_wild_job_of_five_moves_a_robust_aggregate_little(name):
     honest = vectors(5)[:4]
     wild = [*honest, 30.0 * torch.randn(4000, generator=torch.Generator().manual_seed(9))]

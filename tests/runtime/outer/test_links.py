@@ -6,39 +6,18 @@ import threading
 import time
 
 import pytest
+from joined_jobs import Rank
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of, ticket
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange
 from holmes_ext.runtime.outer.peers import links as links_module
 from holmes_ext.runtime.outer.peers import transfer
-from holmes_ext.runtime.outer.peers.links import PeerLinks, PeersFailed, lanes_for, split
+from holmes_ext.runtime.outer.peers.links import PeersFailed, lanes_for, split
 from holmes_ext.runtime.outer.peers.listening import open_port
-from holmes_ext.runtime.outer.peers.routes import Peer, RankIdentity, Routes
-from holmes_ext.runtime.sockets.addresses import address_text
+from holmes_ext.runtime.outer.peers.routes import Peer
 from holmes_ext.runtime.sockets.deadline import Deadline
-from holmes_ext.runtime.sockets.handshake import Credentials
 
-TOKEN, NOWHERE = "the token of these tests", JoinAddress("", "127.0.0.1", 1)
-
-
-class Rank:
-    """One rank of a job."""
-
-    def __init__(self, job, token=TOKEN, serve=None):
-        self.identity = RankIdentity(job, incarnation_of(f"secret-of-{job}"), 0, f"secret-of-{job}")
-        listening = open_port(PortRange(), NOWHERE, 0)
-        address = address_text("127.0.0.1", listening.getsockname()[1])
-
-        def routes(incoming):
-            return Routes(self.identity, Credentials(token), NOWHERE, listening, address, incoming)
-
-        self.links = PeerLinks(job, routes, serve or (lambda channel, purpose: channel.close()))
-
-    def as_seen_by(self, other):
-        """With the ticket that the coordinator would give."""
-        one, two = self.identity, other.identity
-        shown = ticket(one.secret, two.job, two.incarnation)
-        return Peer(one.job, one.incarnation, one.rank, self.links.address, shown)
+NOWHERE = JoinAddress("", "127.0.0.1", 1)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ written out for whole models."""
 
 import threading
 
+import joined_jobs
 import pytest
 import torch
 from joined_jobs import coordinator, in_threads, joined_of
@@ -15,18 +16,7 @@ _SEEDING = threading.Lock()  # torch's generator is the process's
 
 def model_of(seed=0):
     with _SEEDING:
-        torch.manual_seed(seed)
-        return _model()
-
-
-def _model():
-    return torch.nn.Sequential(
-        torch.nn.Linear(7, 40),
-        torch.nn.Tanh(),
-        torch.nn.Linear(40, 30),
-        torch.nn.Tanh(),
-        torch.nn.Linear(30, 3),
-    )
+        return joined_jobs.model_of(seed)
 
 
 def flat(model):
@@ -35,8 +25,7 @@ def flat(model):
 
 def inner_step(model, optimizer, job, step):
     """One step of job number `job` on data of its own."""
-    generator = torch.Generator().manual_seed(1000 * job + step)
-    inputs, labels = torch.randn(8, 7, generator=generator), torch.randn(8, 3, generator=generator)
+    inputs, labels = joined_jobs.batch(8, job, step)
     optimizer.zero_grad()
     (model(inputs) - labels).square().mean().backward()
     optimizer.step()

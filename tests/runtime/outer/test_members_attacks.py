@@ -9,6 +9,7 @@ import pytest
 import torch
 from coordinator_rules import TIMEOUT, Run
 from joined_jobs import TOKEN, coordinator
+from waiting import soon
 
 import holmes_ext
 from holmes_ext.errors import HolmesError
@@ -21,16 +22,11 @@ from holmes_ext.runtime.outer.peers.transfer import Speed
 from holmes_ext.runtime.outer.rounds.codecs import codec_of
 from holmes_ext.runtime.outer.settings import parse_outer
 from holmes_ext.runtime.sockets.channel import BrokenFrame
-from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.documents import MOST_VALUES
 from holmes_ext.runtime.sockets.handshake import Credentials, Refused, call
 
 HELLO = {"agreed": {"outer": {}}, "maps": {"all": [0, 8, 0]}, "addresses": ["127.0.0.1:1"], "versions": [0],
          "checksums": [""], "min": 1, "timeout": 30.0, "round": 0, "entered": False, "peers": []}
-
-
-def soon():
-    return Deadline(20, "a test")
 
 
 def called(port, purpose):

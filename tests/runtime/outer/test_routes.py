@@ -3,47 +3,25 @@
 import os
 import socket
 import threading
-import time
 
 import pytest
 import torch
-from joined_jobs import TOKEN, coordinator, in_threads, joined_of
+from joined_jobs import TOKEN, Rank, coordinator, in_threads, joined_of
+from waiting import await_, soon
 
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of, ticket
+from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of
 from holmes_ext.runtime.outer.coordinator import relay
 from holmes_ext.runtime.outer.coordinator.client import ask_status
 from holmes_ext.runtime.outer.peers import routes as routes_module
-from holmes_ext.runtime.outer.peers.links import PeerLinks, PeersFailed
+from holmes_ext.runtime.outer.peers.links import PeersFailed
 from holmes_ext.runtime.outer.peers.listening import open_port
-from holmes_ext.runtime.outer.peers.routes import Peer, RankIdentity, Routes
+from holmes_ext.runtime.outer.peers.routes import Peer, RankIdentity
 from holmes_ext.runtime.outer.settings import parse_outer
 from holmes_ext.runtime.sockets import handshake
 from holmes_ext.runtime.sockets.addresses import address_text
-from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.handshake import Credentials
 
 PATIENCE_S = 60.0
-
-
-class Rank:
-    """One rank of a job. listens: others can call it."""
-
-    def __init__(self, job, port, listens):
-        self.identity = RankIdentity(job, incarnation_of(f"secret-of-{job}"), 0, f"secret-of-{job}")
-        where = JoinAddress(job, "127.0.0.1", port)
-        listening = open_port(PortRange() if listens else PortRange(None), where, 0)
-        address = address_text("127.0.0.1", listening.getsockname()[1]) if listens else ""
-        self.credentials = Credentials(TOKEN)
-
-        def open_routes(incoming):
-            return Routes(self.identity, self.credentials, where, listening, address, incoming)
-
-        self.links = PeerLinks(job, open_routes, lambda channel, purpose: channel.close())
-
-    def as_seen_by(self, other):
-        one, two = self.identity, other.identity
-        shown = ticket(one.secret, two.job, two.incarnation)
-        return Peer(one.job, one.incarnation, one.rank, self.links.address, shown)
 
 
 def swap(rank, other, data, number=1):
@@ -179,24 +157,17 @@ def test_a_standing_line_on_which_something_else_came_is_dropped(monkeypatch):
     with coordinator() as server:
         told = {"purpose": "standby", "job": "west", "incarnation": incarnation_of("s"), "secret": "s",
                 "rank": 0}
-        deadline = Deadline(10, "a test")
+        deadline = soon()
         line = handshake.call("127.0.0.1", server.port, Credentials(TOKEN), told, deadline)
-        until(lambda: server.relay._lines)
+        await_(lambda: server.relay._lines)
         line.send({"nobody": "asked"}, deadline)
-        until(lambda: not server.relay._lines)
+        await_(lambda: not server.relay._lines)
         with pytest.raises(OSError):
             line.receive(deadline)
 
 
-def until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_no_thread_or_connection_is_left():
-    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("holmes-serve guest")])
+    await_(lambda: not [one for one in threading.enumerate() if one.name.startswith("holmes-serve guest")])
 
 
 # Whole jobs

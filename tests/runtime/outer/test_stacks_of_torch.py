@@ -3,7 +3,7 @@ process."""
 
 import pytest
 import torch
-from joined_jobs import TOKEN, coordinator, in_threads
+from joined_jobs import TOKEN, batch, coordinator, in_threads, model_of, plain_sgd
 from ranks import RankError, run_ranks
 from torch import nn
 
@@ -14,31 +14,21 @@ from holmes_ext.runtime.outer import training
 ROWS = 12
 
 
-def model_of(seed=3):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
-
-
-def batch(job, step):
-    generator = torch.Generator().manual_seed(1000 * job + step)
-    return torch.randn(ROWS, 7, generator=generator), torch.randn(ROWS, 3, generator=generator)
-
-
 def script(model, optimizer, job, rank, ranks, steps, after=lambda step: None):
     """A training script that has never heard of joined jobs. Each rank takes its part of the job's batch."""
     for step in range(steps):
-        inputs, labels = (one[rank::ranks] for one in batch(job, step))
+        inputs, labels = (one[rank::ranks] for one in batch(ROWS, job, step))
         optimizer.zero_grad()
         (model(inputs) - labels).square().mean().backward()
         optimizer.step()
         after(step)
 
 
-def rank_of(rank, ranks, kind, job, name, port, outer, steps, seed=3, sgd=False):
+def rank_of(rank, ranks, kind, job, name, port, outer, steps, sgd=False):
     """One rank; all weights after the last step."""
     training.request(Options(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
     joined.attach()
-    model = model_of(seed + (rank if kind == "not replicated" else 0))
+    model = model_of(3 + (rank if kind == "not replicated" else 0))
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif kind == "fsdp2":
@@ -56,13 +46,13 @@ def rank_of(rank, ranks, kind, job, name, port, outer, steps, seed=3, sgd=False)
     return torch.cat(found).tolist()
 
 
-def run(kinds, outer, steps=12, seed=3, sgd=False):
+def run(kinds, outer, steps=12, sgd=False):
     """{name: [of each rank]} of jobs named by `kinds`, {name: (kind, ranks)}."""
     outer = f"min={len(kinds)},{outer}"
     with coordinator() as server:
         return in_threads({
             name: lambda k=k, name=name, kind=kind, ranks=ranks: run_ranks(
-                rank_of, ranks, ranks, kind, k, name, server.port, outer, steps, seed, sgd)
+                rank_of, ranks, ranks, kind, k, name, server.port, outer, steps, sgd)
             for k, (name, (kind, ranks)) in enumerate(kinds.items())})  # fmt: skip
 
 
@@ -94,14 +84,7 @@ def test_averaging_after_each_step_is_one_synchronous_job():
         6,
         sgd=True,
     )
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(6):
-        inputs, labels = (torch.cat(both) for both in zip(batch(0, step), batch(1, step)))
-        optimizer.zero_grad()
-        (model(inputs) - labels).square().mean().backward()
-        optimizer.step()
-    wanted = torch.cat([p.detach().flatten() for p in model.parameters()])
+    wanted = plain_sgd(0, ROWS, 6)
     for one in (rank for ranks in found.values() for rank in ranks):
         torch.testing.assert_close(torch.tensor(one), wanted, rtol=1e-4, atol=2e-6)
 

@@ -1,15 +1,12 @@
 """The gradient of a shared weight, summed over both stages in two levels: what engines make of it, for less
 across."""
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from carriers import DEVICE, ON_GPUS
+from clusters import example
 from ranks import run_ranks
 
-from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import load_spec
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
@@ -18,7 +15,6 @@ from holmes_ext.runtime.reduce.tied import made, tied_sum_of
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
-FILE = Path(__file__).parents[3] / "examples" / "clusters" / "two_clusters_4.toml"
 SIZE = 1001
 
 
@@ -33,7 +29,7 @@ def summed(rank):
     pairs = [dist.new_group([first, first + 2]) for first in (0, 1)]
     group, sizes = pairs[rank % 2], Sizes(2).complete(4)
     without = tied_sum_of(group, sizes, DEVICE)
-    site = site_from_spec(load_spec(FILE))
+    site = example()
     plan = build_plan(site, sizes)
     session.set_active(Session(Options(), Process(rank, 4, 0, 1, "", 0, ""), site, plan, rank))
     made.clear()

@@ -6,9 +6,9 @@ import struct
 import threading
 
 import pytest
+from waiting import soon
 
 from holmes_ext.runtime.sockets.channel import FRAME_BYTES, BrokenFrame, Channel
-from holmes_ext.runtime.sockets.deadline import Deadline
 
 KEYS = b"one way's key", b"the other way's"
 
@@ -17,10 +17,6 @@ def pair(keys=KEYS):
     a, b = socket.socketpair()
     one, two = keys
     return Channel(a, one, two), Channel(b, two, one)
-
-
-def soon(seconds=10.0):
-    return Deadline(seconds, "a test")
 
 
 class Recorder:

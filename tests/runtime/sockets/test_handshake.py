@@ -11,13 +11,13 @@ import sys
 import threading
 
 import pytest
+from waiting import soon
 
 from holmes_ext import document
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.sockets import handshake
 from holmes_ext.runtime.sockets.certificates import site_contexts
 from holmes_ext.runtime.sockets.channel import BrokenFrame, Channel
-from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.handshake import (
     Credentials,
     NotHolmes,
@@ -29,10 +29,6 @@ from holmes_ext.runtime.sockets.handshake import (
 )
 
 TOKEN, OTHER = "the token of these tests", "the token of another run"
-
-
-def soon(seconds=10.0):
-    return Deadline(seconds, "a test")
 
 
 def meet(caller, listener, purpose=None, encrypt=True, plain_too=False, secrets=(b"", b""), between=None):
@@ -148,7 +144,7 @@ def changed(ours, theirs, change):
         one, two = Channel(source), Channel(target)
         try:
             while True:
-                two.send(change(one.receive(soon(20))), soon(20))
+                two.send(change(one.receive(soon())), soon())
         except OSError:
             source.close(), target.close()
 

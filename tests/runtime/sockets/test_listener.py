@@ -4,9 +4,9 @@ import contextlib
 import errno
 import socket
 import threading
-import time
 
 import pytest
+from waiting import await_
 
 from holmes_ext.runtime.sockets import addresses, listener
 from holmes_ext.runtime.sockets.addresses import address_text, is_loopback, listen, peer_host, split_address
@@ -26,13 +26,6 @@ def listening(handle, **limits):
 
 def call(one):
     return socket.create_connection(("127.0.0.1", one.port), timeout=10)
-
-
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def waits(guest):
@@ -62,7 +55,7 @@ def test_a_crowded_address_makes_room_for_others(monkeypatch):
 
     with listening(handle, per_address=5, strangers=6) as one:
         calls = [call(one) for _ in range(7)]
-        until(lambda: len(served) == 7)
+        await_(lambda: len(served) == 7)
         assert calls[0].recv(1) == b"", "of the address that has most"
         for each in calls[1:]:
             each.settimeout(0.2)
@@ -79,7 +72,7 @@ def test_all_addresses_of_one_ipv6_network_count_as_one(monkeypatch):
     with listening(waits, per_address=5, strangers=8) as one:
         honest = call(one)
         crowd = [call(one) for _ in range(20)]
-        until(lambda: crowd[14].recv(1) == b"")
+        await_(lambda: crowd[14].recv(1) == b"")
         honest.settimeout(0.2)
         with pytest.raises(TimeoutError):
             honest.recv(1)
@@ -107,7 +100,7 @@ def test_who_is_admitted_is_no_stranger_any_more():
         assert [each.recv(2) for each in calls[:3]] == [b"in"] * 3
         assert calls[3].recv(2) == b"", "there is room for four, three of them from one address"
         calls[0].close()
-        until(lambda: len(one._admitted) == 2)
+        await_(lambda: len(one._admitted) == 2)
         assert call(one).recv(2) == b"in"
 
 
@@ -150,22 +143,22 @@ def test_the_loop_survives_a_thread_that_cannot_be_started(monkeypatch):
         monkeypatch.setattr(threading.Thread, "start", failing)
         assert call(one).recv(4) == b""
         assert call(one).recv(4) == b"here"
-        until(lambda: not one._strangers)
+        await_(lambda: not one._strangers)
 
 
 def test_close_ends_everything():
     with listening(waits) as one:
         calls = [call(one) for _ in range(3)]
-        until(lambda: len(one._strangers) == 3)
+        await_(lambda: len(one._strangers) == 3)
     assert [each.recv(1) for each in calls] == [b""] * 3
-    until(lambda: not any("test guest" in thread.name for thread in threading.enumerate()))
+    await_(lambda: not any("test guest" in thread.name for thread in threading.enumerate()))
 
 
 def test_a_deadline_is_for_all_parts():
     whole = Deadline(0.05, "all of it")
     part = whole.part(100, "a part")
     assert part.seconds <= 0.05 and whole.part(0.01, "a short one").seconds == 0.01
-    until(lambda: whole.passed)
+    await_(lambda: whole.passed)
     assert whole.left == 0
     with pytest.raises(TimeoutError, match="all of it took longer than 0.05 s"):
         whole.check()

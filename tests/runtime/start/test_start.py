@@ -15,20 +15,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.start import rank as start
 from holmes_ext.runtime.start.launcher import Process
 
-FILE = """
-version = 1
-[ethernet]
-rate = "1Gb/s"
-[[cluster]]
-name = "a"
-kind = "ethernet"
-nodes = ["n0", "n2"]
-[[cluster]]
-name = "b"
-kind = "ethernet"
-nodes = ["n1", "n3"]
-"""
-
+FILE = clusters.toml("a ethernet - n0,n2", "b ethernet - n1,n3", ethernet="1Gb/s")
 MODEL = """
 version = 1
 layers = 8
@@ -77,7 +64,7 @@ def start_all(monkeypatch, world, options, sizes=None, failures=None):
 
 
 def test_ranks_follow_the_plan(monkeypatch, tmp_path, no_session):
-    (tmp_path / "c.toml").write_text(FILE.replace('kind = "ethernet"', 'kind = "ethernet"', 1))
+    (tmp_path / "c.toml").write_text(FILE)
     outcome = start_all(monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), Sizes(pipeline=2))
     sessions = [outcome[rank][0] for rank in range(4)]
     assert len({current.plan.digest for current in sessions}) == 1

@@ -18,7 +18,6 @@ from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.watch.as_planned import STEPS, Comparison
 
 GB = 10**9
-WORLD = tuple(range(8))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from holmes_ext.runtime.outer.peers.routes import Peer
 from holmes_ext.runtime.outer.rounds.codecs import OuterCodec
 from holmes_ext.runtime.outer.shards.ownership import ShardPair
 from holmes_ext.runtime.outer.shards.state import Fragment
-from holmes_ext.runtime.outer.shards.weights import checksum
+from holmes_ext.runtime.outer.shards.weights import bytes_of, checksum
 
 
 class Attempt:
@@ -74,9 +74,9 @@ class Attempt:
                 peer = self.peers[name, piece.owners[name]]
                 out, into = outgoing.setdefault(peer, []), incoming.setdefault(peer, [])
                 if mine:
-                    out.append(_bytes(mine[index]))
+                    out.append(bytes_of(mine[index]))
                 if name in came:
-                    into.append(_bytes(came[name][index]))
+                    into.append(bytes_of(came[name][index]))
         links.swap(number, attempt, outgoing, incoming, patience_s)
         return [
             self._decoded(mine if name == self.job else came[name], places, gradient)
@@ -107,8 +107,3 @@ class Attempt:
         for wire, place in zip(wires, places):
             result[place] = self.codec.decode(wire, result[place]) if self.others else wire
         return result
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor on the host, without a copy."""
-    return tensor.view(torch.uint8).numpy().data

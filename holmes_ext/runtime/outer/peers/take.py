@@ -28,6 +28,7 @@ from holmes_ext.runtime.outer.peers.routes import Peer, Routes
 from holmes_ext.runtime.outer.shards.job_ranks import JobRanks
 from holmes_ext.runtime.outer.shards.ownership import RankRange, shard_pairs
 from holmes_ext.runtime.outer.shards.state import Fragment, OuterState
+from holmes_ext.runtime.outer.shards.weights import bytes_of
 from holmes_ext.runtime.sockets.channel import Channel
 from holmes_ext.runtime.sockets.deadline import Deadline
 
@@ -96,7 +97,7 @@ class Giver:
             has, anchor, momentum = state.copy_of(fragment, start, stop)
         except KeyError:
             raise HolmesError(f"elements {start} to {stop} are not this rank's") from None
-        data = [_bytes(tensor) for tensor in (anchor, momentum) if tensor is not None]
+        data = [bytes_of(tensor) for tensor in (anchor, momentum) if tensor is not None]
         sizes = {"anchor": len(data[0]), "momentum": len(data[1]) if len(data) > 1 else 0}
         deadline = Deadline.for_bytes(state.settings.timeout, sum(map(len, data)), "giving weights")
         channel.send({"version": has, **sizes}, deadline)
@@ -189,7 +190,7 @@ def _read(
     patience_s: float,
 ) -> int:
     """Anchor and momentum of some elements, into `parts`; their version."""
-    buffers = [_bytes(part) for part in parts]
+    buffers = [bytes_of(part) for part in parts]
     deadline = Deadline.for_bytes(patience_s, sum(map(len, buffers)), "taking weights")
     channel.send({"fragment": number, "version": least, "start": start, "stop": stop}, deadline)
     answer = Table(channel.receive(deadline), "what a donor gives")
@@ -200,7 +201,3 @@ def _read(
     if not all(bool(part.isfinite().all()) for part in parts):
         raise ConnectionError("its weights are not finite")
     return answer.take("version", int)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.view(torch.uint8).numpy().data

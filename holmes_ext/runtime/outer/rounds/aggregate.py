@@ -30,17 +30,15 @@ import torch
 
 from holmes_ext.runtime.outer.settings import OuterSettings
 
-#: Aggregates that are a weighted sum whose weights need the products.
-BY_PRODUCTS = ("geometric", "clipping", "flag")
 _STEPS, _CLIPPING_STEPS = 100, 5
 #: Distances are not taken for smaller than this share of the longest vector.
 _SMALLEST = 1e-6
 
 
-def products(gradients: Sequence[torch.Tensor], chunk: int = 2**16) -> torch.Tensor:
+def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """d_i . d_j of flat tensors: float64 [J, J], to be summed over ranks; without a whole copy in float64."""
     result = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
-    for parts in zip(*(gradient.split(chunk) for gradient in gradients)):
+    for parts in zip(*(gradient.split(2**16) for gradient in gradients)):
         rows = torch.stack(parts).double()
         result += rows @ rows.T
     return result

@@ -136,6 +136,11 @@ def row_of(tensors: Iterable[Tensor]) -> dict[str, int]:
     return starts
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Of a contiguous tensor on the host, without a copy."""
+    return tensor.view(torch.uint8).numpy().data
+
+
 def checksum(values: torch.Tensor, start: int, salt: str) -> int:
     """Of the bits of elements (float32, or bfloat16 by its exact value) and where they stand: a sum modulo
     2^64, so that those of parts add up to the whole's. Who does not know the salt cannot find other elements

@@ -7,30 +7,16 @@ import threading
 import time
 
 import pytest
+from joined_jobs import TOKEN, coordinator
+from waiting import await_, soon
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.coordinator import heartbeat as heartbeats
 from holmes_ext.runtime.outer.coordinator.client import CoordinatorClient, ask_status
 from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
-from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.handshake import WRONG_TOKEN, Credentials, Refused, call
 
-TOKEN = "the token of these tests"
 SUM = "0" * 16
-
-
-@contextlib.contextmanager
-def serving(port=0, token=TOKEN):
-    told = []
-    server = CoordinatorServer("127.0.0.1", port, Credentials(token), told.append)
-    thread = threading.Thread(target=server.serve, daemon=True)
-    thread.start()
-    try:
-        yield server, told
-    finally:
-        server.close()
-        thread.join(5)
-        assert not thread.is_alive()
 
 
 def hello(least=1, timeout=20.0, **more):
@@ -51,10 +37,6 @@ def job(name, port, token=TOKEN, least=1, timeout=20.0, **more):
     return CoordinatorClient(name, "127.0.0.1", port, Credentials(token), lambda: document)
 
 
-def soon(seconds=20.0):
-    return Deadline(seconds, "a test")
-
-
 def status(port, token=TOKEN):
     return ask_status("127.0.0.1", port, Credentials(token))
 
@@ -70,7 +52,7 @@ READY = {
 
 
 def test_two_jobs_go_through_a_round():
-    with serving() as (server, told):
+    with coordinator() as server:
         jobs = [job(name, server.port, least=2) for name in ("east", "west")]
         answers = {}
 
@@ -99,47 +81,47 @@ def test_two_jobs_go_through_a_round():
         assert maps["maps"] == {"0": [0, 8, 0]} and len(maps["ticket"]) == 64
         for one in jobs:
             one.close("done")
-        assert any("round 1: commit" in line for line in told)
+        assert any("round 1: commit" in line for line in server.told)
 
 
 def test_a_wrong_token_is_one_line_and_not_tried_again():
-    with serving() as (server, told):
+    with coordinator() as server:
         with pytest.raises(Refused, match="the token is not this run's; set HOLMES_JOIN_TOKEN"):
             job("east", server.port, token="a token that is wrong").ask("enter", {}, soon())
         with pytest.raises(HolmesError, match="the token is not"):
             status(server.port, "a token that is wrong")
-        until(lambda: any("was turned away: it does not know the token" in line for line in told))
+        await_(lambda: any("was turned away: it does not know the token" in line for line in server.told))
     assert "\n" not in WRONG_TOKEN
 
 
 def test_a_job_that_ends_is_gone_at_once(monkeypatch):
     monkeypatch.setattr(heartbeats, "HEARTBEAT_S", 0.1)
-    with serving() as (server, _):
+    with coordinator() as server:
         one = job("east", server.port)
         one.ask("enter", {}, soon())
         one.start_heartbeat(lambda: {"step": 5, "round": 2, "steps_per_second": 10.0, "bits_per_second": 8e6})
-        until(lambda: status(server.port)["jobs"][0]["step"] == 5)
+        await_(lambda: status(server.port)["jobs"][0]["step"] == 5)
         one.close("training is over")
-        until(lambda: status(server.port)["jobs"][0]["state"] == "gone")
+        await_(lambda: status(server.port)["jobs"][0]["state"] == "gone")
         assert "job east is gone: training is over" in status(server.port)["events"]
 
 
 def test_a_job_that_dies_before_its_first_heartbeat_is_gone_at_once():
     """Its next incarnation is not told that the name is taken."""
-    with serving() as (server, told):
+    with coordinator() as server:
         first = job("east", server.port)
         first.ask("enter", {}, soon())
         first._drop()  # as its kernel does when it is killed
-        until(lambda: status(server.port)["jobs"][0]["state"] == "gone")
+        await_(lambda: status(server.port)["jobs"][0]["state"] == "gone")
         again = job("east", server.port)
         assert again.ask("enter", {}, soon())["verdict"] == "in"
         again.close("over")
-        assert told.count("job east is gone: its connection was closed") >= 1
+        assert server.told.count("job east is gone: its connection was closed") >= 1
 
 
 def test_jobs_come_back_to_a_restarted_coordinator(monkeypatch):
     monkeypatch.setattr(heartbeats, "HEARTBEAT_S", 0.1)
-    with serving() as (server, _):
+    with coordinator() as server:
         one = job("east", server.port)
         one.ask("enter", {}, soon())
         one.start_heartbeat(lambda: {"step": 5})
@@ -147,25 +129,25 @@ def test_jobs_come_back_to_a_restarted_coordinator(monkeypatch):
     again = {}
     thread = threading.Thread(target=lambda: again.update(one.ask("ready", READY, soon())))
     thread.start()  # nobody is there yet
-    with serving(server.port) as (second, _):
+    with coordinator(server.port) as second:
         thread.join(20)
         assert again["members"] == {"east": 1.0}
-        until(lambda: status(second.port)["jobs"][0]["step"] == 5)
+        await_(lambda: status(second.port)["jobs"][0]["step"] == 5)
         one.close("over")
 
 
 def test_a_coordinator_with_another_token_is_away_for_a_job_that_was_in():
     """It was restarted as it should not be, or somebody else answers: the job waits for its own, as long as
     it may."""
-    with serving() as (server, _):
+    with coordinator() as server:
         one = job("east", server.port)
         one.ask("enter", {}, soon())
-    with serving(server.port, token="a token that was drawn anew") as (_, told):
+    with coordinator(server.port, token="a token that was drawn anew"):
         with pytest.raises(
             TimeoutError, match="did not answer 'ready' in 1.5 s .the token is not this run's"
         ):
             one.ask("ready", READY, soon(1.5))
-    with serving(server.port):
+    with coordinator(server.port):
         assert one.ask("ready", READY, soon())["members"] == {"east": 1.0}
         one.close("over")
 
@@ -175,7 +157,7 @@ def test_a_coordinator_with_another_token_is_away_for_a_job_that_was_in():
     [b'{"holmes":2}\n', b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x02" + bytes(8) + b"{}", b""],
 )
 def test_whoever_answers_in_its_place_does_not_end_a_job_that_was_in(answer):
-    with serving() as (server, _):
+    with coordinator() as server:
         one = job("east", server.port)
         one.ask("enter", {}, soon())
     with socket.create_server(("127.0.0.1", server.port)) as listener:
@@ -191,13 +173,13 @@ def test_whoever_answers_in_its_place_does_not_end_a_job_that_was_in(answer):
         with pytest.raises(TimeoutError, match="did not answer 'ready' in 1 s"):
             one.ask("ready", READY, soon(1.0))
         listener.shutdown(socket.SHUT_RDWR)
-    with serving(server.port):
+    with coordinator(server.port):
         assert one.ask("ready", READY, soon())["members"] == {"east": 1.0}
         one.close("over")
 
 
 def test_a_question_that_is_not_answered_in_time_ends():
-    with serving() as (server, _):
+    with coordinator() as server:
         with pytest.raises(TimeoutError, match="did not answer 'enter' in 0.2 s"):
             job("east", server.port, least=2, timeout=60).ask("enter", {}, soon(0.2))
     with pytest.raises(TimeoutError, match="Connection refused"):
@@ -216,14 +198,13 @@ def test_a_coordinator_that_is_stopped_costs_what_the_deadline_says():
 
 
 def test_nonsense_is_answered_or_cut_off_and_named():
-    with serving() as (server, told):
+    with coordinator() as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert raw.recv(4096) == b""
-        until(
-            lambda: any("127.0.0.1 was turned away: it does not speak this protocol" in line for line in told)
-        )
+        away = "127.0.0.1 was turned away: it does not speak this protocol"
+        await_(lambda: any(away in line for line in server.told))
         one = job("east", server.port)
         with pytest.raises(Refused, match="does not know 'dance'"):
             one.ask("dance", {}, soon())
@@ -234,32 +215,32 @@ def test_nonsense_is_answered_or_cut_off_and_named():
 
 
 def test_complaints_about_one_address_are_few():
-    with serving() as (server, told):
+    with coordinator() as server:
         for _ in range(30):
             socket.create_connection(("127.0.0.1", server.port)).close()
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
             raw.sendall(b"x" * 100)
             with contextlib.suppress(ConnectionResetError):
                 raw.recv(1)
-        assert len(told) <= 5
+        assert len(server.told) <= 5
 
 
 def test_a_connection_speaks_for_its_own_job_alone():
     """Whoever has the token, and knows the other's name and incarnation."""
-    with serving() as (server, told):
+    with coordinator() as server:
         east = job("east", server.port)
         east.ask("enter", {}, soon())
         thief = CoordinatorClient("east", "127.0.0.1", server.port, Credentials(TOKEN), hello)
         thief.incarnation = east.incarnation
         with pytest.raises(Refused, match="it is job east, but is another"):
             thief.ask("ready", READY, soon(2))
-        until(lambda: any("but is another" in line for line in told))
+        await_(lambda: any("but is another" in line for line in server.told))
         assert east.ask("ready", {**READY, "job": "west"}, soon())["members"] == {"east": 1.0}
         east.close("over")
 
 
 def test_an_address_that_cannot_be_had_is_named():
-    with serving() as (server, _):
+    with coordinator() as server:
         with pytest.raises(HolmesError, match=f"127.0.0.1:{server.port} cannot be listened on"):
             CoordinatorServer("127.0.0.1", server.port, Credentials(TOKEN), print)
     for host in ("a" * 64, "\udcff", "256.1.1.1"):  # the first two raised UnicodeError
@@ -271,7 +252,7 @@ def test_an_address_that_cannot_be_had_is_named():
 
 def test_idle_strangers_do_not_keep_jobs_out():
     """The oldest of the address that has most of them goes."""
-    with serving() as (server, _):
+    with coordinator() as server:
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
         assert status(server.port)["jobs"] == []
         for one in idle:
@@ -279,10 +260,10 @@ def test_idle_strangers_do_not_keep_jobs_out():
 
 
 def test_threads_and_descriptors_of_strangers_are_bounded():
-    with serving() as (server, _):
+    with coordinator() as server:
         before = threading.active_count()
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
-        until(lambda: threading.active_count() - before <= 20)
+        await_(lambda: threading.active_count() - before <= 20)
         for one in idle:
             one.close()
 
@@ -298,15 +279,8 @@ def test_ipv6():
     server.close()
 
 
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_the_channel_of_a_status_is_closed():
-    with serving() as (server, _):
+    with coordinator() as server:
         deadline = soon()
         channel = call("127.0.0.1", server.port, Credentials(TOKEN), {"purpose": "status"}, deadline)
         assert channel.receive(deadline)["version"] == 1
