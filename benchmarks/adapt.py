@@ -11,7 +11,7 @@ Ethernet, or next to nothing (1 Gb/s); layers sleep as long as an accelerator wo
 the last are timed. "stays" (the issue's scene): --holmes-adapt off.
 
 "ENGINE n over NCCL", of .venv-gpu/bin/python alone: the same on emulated GPUs, by whose clock matrix products
-take as long.
+take as long; "... at half speed": stages, and so activations, take twice as long, and the host has time left.
 
 "ENGINE trace", "ENGINE prediction", "simulated n", "simulated hour n", "vote": see adapt_trace.py,
 adapt_prediction.py, adapt_simulated.py, adapt_hours.py, adapt_vote.py.
@@ -75,6 +75,9 @@ class Scene:
     def half_bps(self) -> float:
         """At which an activation takes half of that."""
         return 8 * SEQUENCE * self.hidden * 4 / (self.stage_s / 2)
+
+    def slower(self, times: float) -> Scene:
+        return replace(self, stage_s=times * self.stage_s)
 
 
 def drawn() -> list[Scene]:
@@ -213,7 +216,9 @@ def once(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
 MADE: dict[str, Rows] = {
     **{f"{engine} {number}": whole(partial(half_a_stage, engine, scene)) for engine in ENGINES
        for number, scene in enumerate(SCENES, start=1)},
-    **{f"{engine} {number} over NCCL": whole(partial(half_a_stage, engine, scene, over_nccl=True))
+    **{f"{engine} {number} over NCCL{speed}":
+     whole(partial(half_a_stage, engine, scene.slower(times), over_nccl=True))
+       for speed, times in (("", 1), (" at half speed", 2))
        for engine in ENGINES for number, scene in enumerate(SCENES, start=1) if torch.version.cuda},
     **{f"{engine} issue": whole(partial(half_a_stage, engine, ISSUE)) for engine in ENGINES},
     **{f"{engine} trace": partial(trace, engine) for engine in ENGINES},
