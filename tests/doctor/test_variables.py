@@ -16,7 +16,7 @@ from holmes_ext.doctor.variables import check_variables, settings
         ({"NCCL_SOCKET_IFNAME": "=eth"}, "problem", "names eth"),
         ({"NCCL_SOCKET_IFNAME": "eth"}, "note", "holmes keeps your setting"),
         ({"NCCL_IB_HCA": "=mlx5_0,mlx5_7"}, "problem", "names mlx5_7"),
-        ({"NCCL_IB_HCA": "mlx5_0"}, "note", "holmes leaves"),
+        ({"NCCL_IB_HCA": "mlx5_0"}, "note", "holmes keeps your setting"),
         ({"NCCL_IB_HCA": "mlx5_2:1"}, "problem", "mlx5_2:1, which is down"),
         ({"NCCL_IB_GID_INDEX": "0"}, "problem", "entry 0 is no RoCE v2 GID of mlx5_1:1 (roce_v1)"),
         ({"NCCL_IB_GID_INDEX": "x"}, "problem", "is no number"),
