@@ -249,7 +249,7 @@ def test_tune_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     for command, status, message in (
         ([], 2, "no command"),
         (["--", "no-such-command"], 2, "no such command"),
-        (["--", "true"], 2, "left no"),
+        (["--", "true"], 2, "ended without writing"),
         (["--", "false"], 1, "ended with status 1"),
         (["--steps", "0", "--", "true"], 2, "--steps 0"),
     ):

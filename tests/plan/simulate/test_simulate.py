@@ -339,7 +339,7 @@ def test_curves():
     for points in (((2, 1.0), (1, 2.0)), ((1, 2.0), (2, 1.0)), ((0, 1.0),), ((1, -1.0),)):
         with pytest.raises(HolmesError):
             Curve(1e6, points=points)
-    with pytest.raises(HolmesError, match="two sizes"):
+    with pytest.raises(HolmesError, match="two or more points"):
         fit([(1, 1.0)])
 
 
