@@ -110,7 +110,7 @@ def test_what_cannot_be_weights_is_refused(told, data):
     ours, theirs = map(Channel, socket.socketpair())
     deadline = Deadline(10, "a test")
     theirs.send(told, deadline)
-    theirs.send_bytes([take._bytes(data)], deadline)
+    theirs.send_bytes([take.bytes_of(data)], deadline)
     with pytest.raises((OSError, HolmesError)):
         take._read(ours, 0, 5, 0, 8, [torch.empty(8)], 10)
 
