@@ -25,7 +25,7 @@ from pathlib import Path
 
 from edges import medians, predicted_step, prediction_rows
 from emulated import forward_s
-from harness import Row, chosen, finish, kept, parser, tell
+from harness import Row, chosen, finish, kept, parser, tell, toml
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
@@ -35,9 +35,6 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.sizes import Sizes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from clusters import toml  # noqa: E402
 
 #: Engine -> its example, the flag for stages, what the emulated accelerator paces, the feature of tied
 #: weights.

@@ -31,7 +31,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from emulated import even_costs, forward_s
-from harness import Row, chosen, finish, kept, parser, tell
+from harness import Row, chosen, finish, kept, parser, tell, toml
 from prediction import CORES, TRAITS, Measured, calibrate
 from prediction_links import STORE
 from two_clusters import ratio_row, step_rows
@@ -50,9 +50,6 @@ from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.report.figures import summarize
 from holmes_ext.report.files import load
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from clusters import toml  # noqa: E402
 
 LAYERS, HIDDEN, SEQUENCE = 6, 64, 128
 MODEL = f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1".split()

@@ -25,6 +25,9 @@ from rich.table import Table
 
 from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from clusters import toml as toml  # noqa: E402  for those who import it from here
+
 PACKAGES = ("holmes_ext", "torch", "deepspeed", "megatron-core")
 
 

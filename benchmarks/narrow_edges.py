@@ -17,14 +17,11 @@ import tempfile
 from pathlib import Path
 
 from compression import curves, draw, rows
-from harness import finish, parser
+from harness import finish, parser, toml
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.lab import Lab
 from holmes_ext.lab.samples import examples
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from clusters import toml  # noqa: E402
 
 KINDS = ("off", "nudged", "bf16", "int8")
 #: 0.23 M parameters; 1024 bytes of text in a step.

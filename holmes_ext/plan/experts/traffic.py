@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.document import Table, load_json, save
+from holmes_ext.document import Table, digest_of, load_json, save
 from holmes_ext.errors import HolmesError
 
 RANK, EXPERT = "rank", "expert"
@@ -113,7 +112,7 @@ class ExpertOrder:
     @property
     def digest(self) -> str:
         """sha256 (hex) of what it says."""
-        return hashlib.sha256(json.dumps([self.ranks, sorted(self.layers.items())]).encode()).hexdigest()
+        return digest_of([self.ranks, sorted(self.layers.items())])
 
     def of(self, layer: int) -> tuple[int, ...] | None:
         return self.layers.get(layer, self.layers.get(EVERY))
