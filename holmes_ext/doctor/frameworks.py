@@ -69,7 +69,8 @@ def fit_of(patch: Patch, check: bool) -> Fit:
         except location.Misfit as misfit:
             reason = str(misfit)
         except Exception as error:  # whatever a framework raises while it is imported
-            reason = f"{type(error).__name__}{_IMPORTING}{patch.module}: {error}"
+            message = " ".join(str(error).split())  # transformers' has several lines
+            reason = f"{type(error).__name__}{_IMPORTING}{patch.module}: {message}"
     elif not reason:
         reason = source_misfit(patch)
         if not reason and feature.version_of:

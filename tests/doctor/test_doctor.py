@@ -205,6 +205,15 @@ def test_patches_that_do_not_fit_are_told_once_with_what_would_switch_them_on():
     assert not [*health.check_patches(health.Fit(patch, None, "off", "not installed") for patch in patches)]
 
 
+def test_an_import_that_fails_in_several_lines_is_one_finding(tmp_path, monkeypatch):
+    """As transformers' do."""
+    (tmp_path / "broken_framework.py").write_text("raise RuntimeError('Failed to import:\\nno Triton')")
+    monkeypatch.syspath_prepend(tmp_path)
+    patch = Patch(Feature("f", "torch>=2"), "broken_framework:f", "test", lambda w, i, a, k: w(*a, **k))
+    (told,) = health.check_patches([health.fit_of(patch, check=True)])
+    assert told.what == "RuntimeError while importing broken_framework: Failed to import: no Triton"
+
+
 def test_nodes_meet_through_a_launchers_variables(tmp_path):
     """Two processes as srun would start them; rank 0 prints both."""
     store, environ = ranks.hosted_store()

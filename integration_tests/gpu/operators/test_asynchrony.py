@@ -260,6 +260,40 @@ def test_a_matrix_product_takes_its_flops():
     assert said[0] and said[1] >= 2 * 256**3 / 100e6 * 1000 * 0.999
 
 
+@pytest.mark.parametrize("lengths", [[], [32, 32]], ids=["attention", "packed sequences"])
+def test_attention_takes_its_flops(lengths):
+    """Of both passes, as torch's own counter has them."""
+    took_ms, flops = json.loads(in_a_process(f"""
+        import json, torch
+        from torch.utils.flop_counter import FlopCounterMode
+        lengths = {lengths}
+        shape = (sum(lengths), 4, 16) if lengths else (2, 4, 64, 16)
+        inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                  for _ in range(3)]
+        bounds = torch.tensor([0, *lengths], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+        def both_passes():
+            if lengths:
+                attention = torch.ops.aten._flash_attention_forward(
+                    *inputs, bounds, bounds, max(lengths), max(lengths), 0.0, False, False)[0]
+            else:
+                attention = torch.nn.functional.scaled_dot_product_attention(*inputs)
+            attention.backward(torch.ones_like(attention))
+
+        both_passes()
+        with FlopCounterMode(display=False) as counter:
+            both_passes()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        both_passes()
+        end.record()
+        end.synchronize()
+        print(json.dumps([begin.elapsed_time(end), counter.get_total_flops()]))
+    """, HOLMES_GPU_MFLOPS="20"))
+    assert flops > 0 and took_ms >= flops / 20e6 * 1000 * 0.999
+
+
 def test_autograd_without_waits_in_between():
     inputs = torch.ones(64, requires_grad=True, device="cuda")
     torch.cuda.synchronize()

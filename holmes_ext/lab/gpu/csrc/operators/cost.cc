@@ -1,5 +1,5 @@
-// FLOPs and bytes of a call, for the emulated clock: of matrix products 2 for each multiply and add; of
-// everything the bytes of its inputs and outputs.
+// FLOPs and bytes of a call, for the emulated clock: of matrix products and fused attention 2 for each multiply
+// and add, as torch/utils/flop_counter.py counts them; of everything the bytes of its inputs and outputs.
 
 #include <ATen/core/Tensor.h>
 
@@ -25,6 +25,30 @@ double matrix_flops(const std::string& name, const Stack& stack, size_t begin) {
   return 0;
 }
 
+// query [batch, heads, queries, width] (scaled_dot_product), [batch, queries, heads, width], or packed sequences
+// (packed_attention.cc), which count as if all were equally long. A causal mask saves nothing.
+double attention_flops(const c10::FunctionSchema& schema, const Stack& stack, size_t begin) {
+  auto tensor = [&](const char* name) {
+    auto index = schema.argumentIndexWithName(name);
+    const c10::IValue value = index ? stack[begin + *index] : c10::IValue();
+    return value.isTensor() ? value.toTensor() : at::Tensor();
+  };
+  at::Tensor query = tensor("query"), key = tensor("key"), value = tensor("value");
+  if (schema.name().find("_attention") == std::string::npos || !query.defined() || !key.defined() ||
+      !value.defined() || query.dim() < 3 || query.numel() == 0)
+    return 0;
+  bool heads_first = schema.name().find("scaled_dot_product") != std::string::npos;
+  double keys = static_cast<double>(key.size(heads_first ? -2 : -3));
+  for (const char* name : {"cum_seq_q", "cu_seqlens_q"}) {
+    at::Tensor bounds = heads_first ? at::Tensor() : tensor(name);
+    if (bounds.defined() && bounds.numel() > 1) keys /= static_cast<double>(bounds.numel() - 1);
+  }
+  bool backward = tensor("out").defined();  // computes the scores again, and four gradients
+  double width = static_cast<double>(query.size(-1)), value_width = static_cast<double>(value.size(-1));
+  double products = backward ? 3 * width + 2 * value_width : width + value_width;
+  return 2.0 * static_cast<double>(query.numel()) / width * keys * products;
+}
+
 }  // namespace
 
 void set_cost(const Operator& op, const Stack& stack, size_t begin, Prediction* prediction) {
@@ -37,7 +61,9 @@ void set_cost(const Operator& op, const Stack& stack, size_t begin, Prediction* 
   for (const Look& output : prediction->outputs)
     bytes += static_cast<double>(output.defined ? span_bytes(output) : 0);
   prediction->bytes = bytes;
-  prediction->flops = matrix_flops(op.handle.schema().name().substr(6), stack, begin);
+  const c10::FunctionSchema& schema = op.handle.schema();
+  prediction->flops =
+      matrix_flops(schema.name().substr(6), stack, begin) + attention_flops(schema, stack, begin);
 }
 
 }  // namespace operators
