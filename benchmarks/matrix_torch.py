@@ -30,7 +30,8 @@ def install(python: Path, torch: str, more: list[str]) -> None:
     for version in re.findall(r"^Requires-Dist: cuda-toolkit\[[^]]*\]\s*([^;]*)", text, re.MULTILINE)[:1]:
         real = [f"cuda-toolkit[cudart,cupti]{version}"]
     metadata.write_text(LEFT_OUT.sub("", text))
-    subprocess.run([*pip, *map(str.strip, real)], check=True)
+    if real:  # a CPU build asks for none
+        subprocess.run([*pip, *map(str.strip, real)], check=True)
     stand_ins(site)
 
 
