@@ -11,7 +11,7 @@ Ethernet, or next to nothing (1 Gb/s); layers sleep as long as an accelerator wo
 the last are timed. "stays" (the issue's scene): --holmes-adapt off.
 
 "ENGINE n over NCCL", of .venv-gpu/bin/python alone: the same on emulated GPUs, by whose clock matrix products
-take as long; "... at half speed": stages, and so activations, take twice as long, and the host has time left.
+and attention take as long. Stages, and so activations, take twice as long as drawn: the host has time left.
 
 "ENGINE trace", "ENGINE prediction", "simulated n", "simulated hour n", "vote": see adapt_trace.py,
 adapt_prediction.py, adapt_simulated.py, adapt_hours.py, adapt_vote.py.
@@ -216,9 +216,8 @@ def once(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
 MADE: dict[str, Rows] = {
     **{f"{engine} {number}": whole(partial(half_a_stage, engine, scene)) for engine in ENGINES
        for number, scene in enumerate(SCENES, start=1)},
-    **{f"{engine} {number} over NCCL{speed}":
-     whole(partial(half_a_stage, engine, scene.slower(times), over_nccl=True))
-       for speed, times in (("", 1), (" at half speed", 2))
+    **{f"{engine} {number} over NCCL":
+     whole(partial(half_a_stage, engine, scene.slower(2), over_nccl=True))
        for engine in ENGINES for number, scene in enumerate(SCENES, start=1) if torch.version.cuda},
     **{f"{engine} issue": whole(partial(half_a_stage, engine, ISSUE)) for engine in ENGINES},
     **{f"{engine} trace": partial(trace, engine) for engine in ENGINES},
