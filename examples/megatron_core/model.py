@@ -22,12 +22,16 @@ INIT_STD = 0.02
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
+def on_gpu() -> bool:
+    """False where on_cpu/megatron_cpu_shim.py answers for CUDA, whatever torch was built for."""
+    return torch.cuda.is_available() and not getattr(torch.cuda, "_on_cpu", False)
+
+
 def transformer_config(args) -> TransformerConfig:
     """megatron-core's description of the model and of the way in which it is split."""
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     interleaved = args.virtual_pipeline > 1
     whole = args.recompute in ("uniform", "block")
-    on_gpu = torch.version.cuda is not None
     return TransformerConfig(
         num_layers=args.layers,
         hidden_size=args.hidden,
@@ -58,7 +62,7 @@ def transformer_config(args) -> TransformerConfig:
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         # Frees an output that is being sent: safe on a CUDA stream, not while gloo reads it.
-        deallocate_pipeline_outputs=on_gpu,
+        deallocate_pipeline_outputs=on_gpu(),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

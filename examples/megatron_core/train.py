@@ -55,7 +55,7 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from model import HAVE_TE, build_chunk, transformer_config  # noqa: E402
+from model import HAVE_TE, build_chunk, on_gpu, transformer_config  # noqa: E402
 
 
 def start_distributed(args, parser: Parser):
@@ -64,7 +64,7 @@ def start_distributed(args, parser: Parser):
         parser.error(f"--context {args.context} needs Transformer Engine, which is not installed")
     if not torch.distributed.is_initialized():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("nccl" if torch.version.cuda else "gloo")
+        torch.distributed.init_process_group("nccl" if on_gpu() else "gloo")
     parallel_state.initialize_model_parallel(
         args.tensor,
         args.pipeline,

@@ -34,7 +34,7 @@ def layer_of(ranks):
 
 
 def main():
-    on_gpus = torch.version.cuda is not None
+    on_gpus = not getattr(torch.cuda, "_on_cpu", False)  # megatron_cpu_shim.py
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpus else "gloo")
