@@ -55,6 +55,9 @@ Rows = Callable[[str, int, Runs], list[Row]]
 #: Steps by which a plan must have learned; that are timed.
 FIRST, STEPS = 8, 14
 SEQUENCE, DRAWN, HOURS = 128, 12, adapt_hours.PIPELINES + adapt_hours.SUMS
+VOCABULARY = 256
+#: Of an attention's forward pass, what the backward pass computes again.
+AGAIN = {"deepspeed": 0.5, "megatron": 0.0}
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,13 @@ class Scene:
     def flops(self) -> float:
         """Of an accelerator on which a stage takes so long."""
         return self.layers / 2 * 3 * forward_s(self.hidden, SEQUENCE, 1e9) * 1e9 / self.stage_s
+
+    def gpu_flops(self, engine: str) -> float:
+        """Of an emulated GPU on which a stage takes so long, the mean of both: its clock counts the output
+        layer, too, and what fused attention computes again in its backward pass."""
+        attention = 4 * SEQUENCE**2 * self.hidden
+        blocks = self.layers * (3 * forward_s(self.hidden, SEQUENCE, 1) + AGAIN[engine] * attention)
+        return (blocks + 3 * 2 * SEQUENCE * self.hidden * VOCABULARY) / 2 / self.stage_s
 
     @property
     def half_bps(self) -> float:
@@ -130,7 +140,8 @@ def half_a_stage(engine: str, scene: Scene, name: str, repetitions: int,
                     *([_variant("stays, slow", slow, *off)] if scene == ISSUE else [])]
         hardware: dict[str, Any] = {"accelerator": _accelerator(engine, scene)}
         if over_nccl:
-            hardware = {"accelerator": None, "gpus": emulated_gpus(scene.flops), "preload": ("torch",)}
+            gpus = emulated_gpus(scene.gpu_flops(engine))
+            hardware = {"accelerator": None, "gpus": gpus, "preload": ("torch",)}
             variants = [replace(variant, env=LESS_MEMORY) for variant in variants]
         series = compare(variants, _script(engine, scene), repetitions=repetitions, steps=STEPS, skip=FIRST,
                          on_run=lambda variant, _: tell(f"{name}: {variant}"), **hardware)
