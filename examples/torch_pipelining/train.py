@@ -11,6 +11,7 @@ on CPUs.
 """
 
 import argparse
+import inspect
 import json
 import os
 import time
@@ -159,11 +160,14 @@ def main() -> None:
     text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"),
                             dtype=torch.uint8)
     log = open(args.log_file, "w") if args.log_file and dist.get_rank() == 0 else None
+    # torch 2.9 and older have no such argument, and always return the last stage's outputs
+    known = inspect.signature(schedule.step).parameters
+    no_outputs = {"return_outputs": False} if "return_outputs" in known else {}
     for step in range(args.steps):
         begin, losses = time.perf_counter(), []
         inputs, labels = batch(text, args, step * replicas + replica, device)
         given = {"target": labels, "losses": losses} if stages[-1].is_last else {}
-        schedule.step(*([inputs] if stages[0].is_first else []), **given, return_outputs=False)
+        schedule.step(*([inputs] if stages[0].is_first else []), **given, **no_outputs)
         optimizer.step()
         optimizer.zero_grad()
         total = torch.stack(losses).mean().detach() / replicas if losses else torch.zeros((), device=device)
