@@ -135,8 +135,9 @@ def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
     path = "import sys; sys.path.append('examples/megatron_core/on_cpu'); "
     code = f"{path}{shim}from holmes_ext.cli.main import main; main()"
     done = run(row, python, "-c", code, *words, "--check", "--json")
-    assert done.stdout, done.stderr
-    return json.loads(done.stdout)
+    document = done.stdout[done.stdout.find("{"):]  # behind what frameworks print when they are imported
+    assert document, done.stderr
+    return json.loads(document)
 
 
 def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:

@@ -33,17 +33,17 @@ double attention_flops(const c10::FunctionSchema& schema, const Stack& stack, si
     const c10::IValue value = index ? stack[begin + *index] : c10::IValue();
     return value.isTensor() ? value.toTensor() : at::Tensor();
   };
+  auto is = [&](const char* kind) { return schema.name().rfind(kind, 0) == 0; };
+  bool heads_first = is("aten::_scaled_dot_product_");
+  if (!heads_first && !is("aten::_flash_attention_") && !is("aten::_efficient_attention_")) return 0;
   at::Tensor query = tensor("query"), key = tensor("key"), value = tensor("value");
-  if (schema.name().find("_attention") == std::string::npos || !query.defined() || !key.defined() ||
-      !value.defined() || query.dim() < 3 || query.numel() == 0)
-    return 0;
-  bool heads_first = schema.name().find("scaled_dot_product") != std::string::npos;
+  if (!query.defined() || !key.defined() || !value.defined() || query.numel() == 0) return 0;
   double keys = static_cast<double>(key.size(heads_first ? -2 : -3));
   for (const char* name : {"cum_seq_q", "cu_seqlens_q"}) {
     at::Tensor bounds = heads_first ? at::Tensor() : tensor(name);
     if (bounds.defined() && bounds.numel() > 1) keys /= static_cast<double>(bounds.numel() - 1);
   }
-  bool backward = tensor("out").defined();  // computes the scores again, and four gradients
+  bool backward = tensor("out").defined();  // the scores again; gradients of weights, query, key, value
   double width = static_cast<double>(query.size(-1)), value_width = static_cast<double>(value.size(-1));
   double products = backward ? 3 * width + 2 * value_width : width + value_width;
   return 2.0 * static_cast<double>(query.numel()) / width * keys * products;
