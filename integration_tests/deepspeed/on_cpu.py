@@ -15,7 +15,8 @@ def prepare() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
     deepspeed.init_distributed()
     accelerator = deepspeed.accelerator.get_accelerator()
-    accelerator.is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX
+    accelerator.is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX, or (0.16.7) says no
+    accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
     if accelerator.Stream is None:  # 0.16: activation checkpointing makes one all the same
         type(accelerator).Stream = staticmethod(lambda device: None)
     # it looks for "torch.cpu.FloatTensor", in vain

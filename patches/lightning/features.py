@@ -2,5 +2,5 @@
 
 from holmes_ext.patches.engine.patch import Feature
 
-RANKS = Feature("lightning-ranks", "lightning>=2.6", tried=("2.6.6",),
+RANKS = Feature("lightning-ranks", "lightning>=2.0", tried=("2.5.1", "2.6.6"), read=("2.0.0", "2.3.0"),
                 what="Lightning takes the renumbered ranks")
