@@ -128,9 +128,10 @@ def run(row: Row, python: Path, *arguments: str, **more: str) -> subprocess.Comp
 
 
 def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
-    """What a command of holmes's says, as JSON. megatron-core imports on CPUs through its shim alone;
-    transformers before it, as torch's compiler asks for Triton where the shim says that CUDA is there."""
-    first = "import transformers.trainer; " if "transformers" in row.features else ""
+    """What a command of holmes's says, as JSON. megatron-core imports on CPUs through its shim alone; others
+    before it: torch's compiler, for one, asks for Triton where the shim says that CUDA is there."""
+    others = {"deepspeed": "deepspeed.runtime.pipe.engine", "transformers": "transformers.trainer"}
+    first = "".join(f"import {module}; " for name, module in others.items() if name in row.features)
     shim = f"{first}import megatron_cpu_shim; " if "megatron-core" in row.features else ""
     path = "import sys; sys.path.append('examples/megatron_core/on_cpu'); "
     code = f"{path}{shim}from holmes_ext.cli.main import main; main()"
