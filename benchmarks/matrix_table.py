@@ -11,8 +11,7 @@ from matrix_rows import ROWS, SCENES, Row
 ROOT = Path(__file__).resolve().parents[1]
 #: In README: the rows that most people are near to, each end of what is supported among them.
 FEW = ("NVIDIA's 25.04 container", "NVIDIA's 25.10 container", "pip install today", "torch 2.6.0",
-       "torch 2.9.1", "torch 2.15.0", "deepspeed 0.16.9", "deepspeed 0.19.8", "megatron-core 0.12.3",
-       "megatron-core 0.20.0")
+       "torch 2.15.0", "deepspeed 0.16.9", "megatron-core 0.12.3", "megatron-core 0.20.0")
 #: Page -> its tables: the rows of a kind, or those of FEW.
 PAGES = {ROOT / "README.md": ("few",),
          ROOT / "docs" / "versions.md": ("pair", "torch", "deepspeed", "megatron")}
