@@ -136,9 +136,9 @@ def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
     path = "import sys; sys.path.append('examples/megatron_core/on_cpu'); "
     code = f"{path}{shim}from holmes_ext.cli.main import main; main()"
     done = run(row, python, "-c", code, *words, "--check", "--json")
-    document = done.stdout[done.stdout.find("{"):]  # behind what frameworks print when they are imported
-    assert document, done.stderr
-    return json.loads(document)
+    _, brace, rest = done.stdout.partition("{")  # behind what frameworks print when they are imported
+    assert brace, done.stderr
+    return json.loads(brace + rest)
 
 
 def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
