@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from carriers import LESS_MEMORY
+from carriers import LESS_MEMORY, PHYSICAL
 
 from holmes_ext.lab import Lab
 from holmes_ext.lab.gpu.job import Gpus
@@ -56,14 +56,14 @@ class Command:
     inside: Path | None = None
 
     def losses(self, lab: Lab, nodes: str, gpus: Gpus | None) -> list[float]:
-        """Of each step on these nodes with two processes each; gpus None: on the CPU. AssertionError with
-        what the first rank that failed printed."""
+        """Of each step on these nodes with two processes each (one where there is one GPU); gpus None: on the
+        CPU. AssertionError with what the first rank that failed printed."""
         log = self.folder / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}-{'gpu' if gpus else 'cpu'}.jsonl"
         words = [str(log) if word == LOG else word for word in self.words]
         env = {"PYTEST_CURRENT_TEST": "", **self.env, **(ON_GPU if gpus else {**ON_CPU, **self.env_on_cpu})}
         result = lab.run([sys.executable, *words, *(() if gpus else self.on_cpu)], order=nodes.split(","),
-                         processes=2,
-                         preload=self.preload, env=env, gpus=gpus, timeout=TIMEOUT_S, cwd=self.inside)
+                         processes=1 if PHYSICAL else 2, preload=() if PHYSICAL else self.preload, env=env,
+                         gpus=gpus, timeout=TIMEOUT_S, cwd=self.inside)
         assert result.returncode == 0, result.outputs[result.first_failed or 0][-5000:]
         return self.read(result, log)
 

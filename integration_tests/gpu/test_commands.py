@@ -1,17 +1,21 @@
 """Users' training commands on emulated GPUs: the losses of the same commands on CPUs and gloo.
 
 HOLMES_TEST_FULL=1: on 2 + 2 nodes with 2 GPUs each (8 ranks, tensor 2 with Megatron), else on 1 + 1 (4
-ranks).
+ranks), as on one physical GPU.
 """
 
 from dataclasses import replace
 
 import pytest
+from carriers import PHYSICAL
 
 from integration_tests.gpu import commands
 from integration_tests.jobs import FULL, full, same, some
 
-NODES, TENSOR = ("a0,b0,a1,b1", commands.TENSOR) if FULL else ("a0,b0", ())
+TENSOR = commands.TENSOR if FULL and not PHYSICAL else ()
+#: Of two processes each; of one where all share one GPU.
+NODES = "a0,b0,a1,b1" if FULL or PHYSICAL else "a0,b0"
+RANKS = 4 if PHYSICAL else 2 * len(NODES.split(","))
 
 
 def checkout(variable, address):
@@ -32,7 +36,7 @@ def megatron_deepspeed(zero):
 
 
 def torchtitan(way):
-    return lambda folder: commands.torchtitan(folder, way, 2 * len(NODES.split(",")))
+    return lambda folder: commands.torchtitan(folder, way, RANKS)
 
 
 DEEPSPEED = ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "pipeline")
