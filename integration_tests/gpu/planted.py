@@ -97,25 +97,28 @@ def another_collective(right: bool) -> None:
 
 @fault
 def one_hardware_queue(right: bool) -> None:
-    """With CUDA_DEVICE_MAX_CONNECTIONS=1 a posted receive stands before the kernels whose result its sender
-    needs."""
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1 a second posted receive, which waits for the first, stands before the
+    kernels whose result its sender needs."""
     first, second = pairs()
     value = torch.full((SIZE,), 5.0, device="cuda")
-    answer = torch.empty(SIZE, device="cuda")
+    answers = torch.empty(2, SIZE, device="cuda")
+    works = []
     if dist.get_rank() == 0:
-        works = [] if right else send_or_receive(answer, False, second)
+        if not right:
+            works += [work for answer in answers for work in send_or_receive(answer, False, second)]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             works += send_or_receive(value * 2, True, first)
-        works += send_or_receive(answer, False, second) if right else []
+        if right:
+            works += [work for answer in answers for work in send_or_receive(answer, False, second)]
     else:
-        for work in send_or_receive(answer, False, first):
+        for work in send_or_receive(answers[0], False, first):
             work.wait()
-        works = send_or_receive(answer + 1, True, second)
+        works += [work for _ in range(2) for work in send_or_receive(answers[0] + 1, True, second)]
     for work in works:
         work.wait()
-    check(answer, 11.0 if dist.get_rank() == 0 else 10.0)
+    check(answers[0], 11.0 if dist.get_rank() == 0 else 10.0)
 
 
 @fault

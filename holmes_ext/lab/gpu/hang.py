@@ -110,7 +110,7 @@ class Hang:
             yield Wait(work.place, self._shown(work.after), f"waits ({work.name}) for")
         elif work.queue is not None:
             ahead = [other for (_, _, number), works in state.streams.items() if number == queue
-                     for other in works if not other.started and other.position < work.position]
+                     for other in works if not other.started and 0 < other.position < work.position]
             if ahead:
                 first = min(ahead, key=lambda other: other.position)
                 yield Wait(work.place, first.place, f"stands in hardware queue {queue} behind")

@@ -36,7 +36,7 @@ class WorkPlace:
 class StreamWork:
     """A kernel, copy, host function, event record or event wait in a stream.
 
-    position: in its hardware queue; sms: multiprocessors that it holds or asks for; after, queue, needs_sms:
+    position: in its hardware queue (0: an event record); sms: multiprocessors that it holds or asks for; after, queue, needs_sms:
     what keeps it from starting; peer: the rank of its communicator that it waits for, with direction "send"
     or "recv". communicator, group, member, number, what: of NCCL's kernels.
     """

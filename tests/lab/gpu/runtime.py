@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 NON_BLOCKING = 1
@@ -149,6 +150,20 @@ def hardware_queue(gpu: Gpu) -> object:
     gate.set()
     gpu.synchronize()
     return [early, gpu.order]
+
+
+def record_in_a_hardware_queue(gpu: Gpu) -> object:
+    """With one hardware queue a record behind a running kernel holds up its own stream, not another one."""
+    gate, one, two = threading.Event(), gpu.stream(), gpu.stream()
+    gpu.launch(one, "runs", gate)
+    gpu.record(one)
+    gpu.launch(two, "beside it")
+    until = time.monotonic() + 10
+    while not gpu.done(two) and time.monotonic() < until:
+        time.sleep(0.01)
+    gate.set()
+    gpu.synchronize()
+    return gpu.order
 
 
 def hardware_queues(gpu: Gpu) -> object:

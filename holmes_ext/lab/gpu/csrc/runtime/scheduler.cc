@@ -117,7 +117,7 @@ Ticket Scheduler::submit(const StreamPointer& stream, WorkPointer work) {
   order_with_legacy(*work, where);
   if (stream->queue.empty()) stream->connection = free_connection(where);
   work->sequence = ++stream->submitted;
-  work->position = ++where.connections[stream->connection].submitted;
+  if (work->kind != Kind::kRecord) work->position = ++where.connections[stream->connection].submitted;
   Ticket ticket{stream, work->sequence};
   ++submitted_;
   if (random_) moved_.notify_all();
@@ -201,7 +201,7 @@ void Scheduler::start(Work& work, Device& where) {
   work.started = true;
   if (work.run) ++executing_;
   work.stream->started = work.sequence;
-  ++where.connections[work.stream->connection].started;
+  if (work.kind != Kind::kRecord) ++where.connections[work.stream->connection].started;
   where.free_sms -= std::min(work.sms, where.all_sms);
   double begin = std::max(work.stream->clock, work.submitted);
   if (work.kind == Kind::kWait) begin = std::max(begin, work.record->when);

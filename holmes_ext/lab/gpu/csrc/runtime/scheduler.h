@@ -7,7 +7,9 @@
 //
 // A hardware queue is what CUDA_DEVICE_MAX_CONNECTIONS counts. A stream that gets work takes the one with the
 // fewest streams, and keeps it until it is empty (CUDA does not tell how it deals them out: so none is shared
-// without need). Work behind a head that cannot start yet waits with it, whichever stream it belongs to.
+// without need). Work behind a head that cannot start yet waits with it, whichever stream it belongs to. A record
+// holds nothing up: torch records one after each kernel of NCCL's, and Megatron-LM's products overlap the gather
+// before them under one queue (core/tensor_parallel/layers.py relies on it).
 #pragma once
 
 #include <atomic>
@@ -65,7 +67,7 @@ struct Work {
   std::vector<Access> accesses;  // as far as they are known, where missing waits are searched for
   // Kept by the scheduler.
   StreamPointer stream;
-  uint64_t sequence = 0, position = 0;  // in its stream, in its hardware queue
+  uint64_t sequence = 0, position = 0;  // in its stream, in its hardware queue (a record has none there)
   double submitted = 0, end = 0;  // seconds; end: when the emulated clock lets it end (0: when it has run)
   bool started = false;
   std::string waits_for;  // JSON members, set by the running kernel
