@@ -36,9 +36,10 @@ class WorkPlace:
 class StreamWork:
     """A kernel, copy, host function, event record or event wait in a stream.
 
-    position: in its hardware queue (0: an event record); sms: multiprocessors that it holds or asks for; after, queue, needs_sms:
-    what keeps it from starting; peer: the rank of its communicator that it waits for, with direction "send"
-    or "recv". communicator, group, member, number, what: of NCCL's kernels.
+    position: in its hardware queue, 0 for records and waits, which have none; sms: multiprocessors that it
+    holds or asks for; after, queue, needs_sms: what keeps it from starting; peer: the rank of its
+    communicator that it waits for, with direction "send" or "recv". communicator, group, member, number,
+    what: of NCCL's kernels.
     """
 
     place: WorkPlace

@@ -152,11 +152,11 @@ def hardware_queue(gpu: Gpu) -> object:
     return [early, gpu.order]
 
 
-def record_in_a_hardware_queue(gpu: Gpu) -> object:
-    """With one hardware queue a record behind a running kernel holds up its own stream, not another one."""
-    gate, one, two = threading.Event(), gpu.stream(), gpu.stream()
+def events_in_a_hardware_queue(gpu: Gpu) -> object:
+    """With one hardware queue a record behind a running kernel and a wait for it hold up no third stream."""
+    gate, one, two, three = threading.Event(), gpu.stream(), gpu.stream(), gpu.stream()
     gpu.launch(one, "runs", gate)
-    gpu.record(one)
+    gpu.wait(three, gpu.record(one))
     gpu.launch(two, "beside it")
     until = time.monotonic() + 10
     while not gpu.done(two) and time.monotonic() < until:

@@ -67,8 +67,8 @@ def test_one_hardware_queue_makes_false_dependencies(scene):
     assert not early and order[0] == "runs"
 
 
-def test_a_record_in_one_hardware_queue_holds_up_no_other_stream(scene):
-    assert scene("record_in_a_hardware_queue", CUDA_DEVICE_MAX_CONNECTIONS="1") == ["beside it", "runs"]
+def test_events_in_one_hardware_queue_hold_up_no_other_stream(scene):
+    assert scene("events_in_a_hardware_queue", CUDA_DEVICE_MAX_CONNECTIONS="1") == ["beside it", "runs"]
 
 
 def test_eight_hardware_queues_do_not(scene):

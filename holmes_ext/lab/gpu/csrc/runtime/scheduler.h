@@ -7,9 +7,10 @@
 //
 // A hardware queue is what CUDA_DEVICE_MAX_CONNECTIONS counts. A stream that gets work takes the one with the
 // fewest streams, and keeps it until it is empty (CUDA does not tell how it deals them out: so none is shared
-// without need). Work behind a head that cannot start yet waits with it, whichever stream it belongs to. A record
-// holds nothing up: torch records one after each kernel of NCCL's, and Megatron-LM's products overlap the gather
-// before them under one queue (core/tensor_parallel/layers.py relies on it).
+// without need). Work behind a head that cannot start yet waits with it, whichever stream it belongs to. Records and
+// waits have no place in a queue, only what comes behind them in their stream: NCCL puts both behind each kernel
+// (ncclLaunchFinish, src/enqueue.cc), and under one queue Megatron-LM's products still overlap a gather that was
+// launched before them (core/tensor_parallel/layers.py relies on it).
 #pragma once
 
 #include <atomic>
@@ -67,10 +68,11 @@ struct Work {
   std::vector<Access> accesses;  // as far as they are known, where missing waits are searched for
   // Kept by the scheduler.
   StreamPointer stream;
-  uint64_t sequence = 0, position = 0;  // in its stream, in its hardware queue (a record has none there)
+  uint64_t sequence = 0, position = 0;  // in its stream, in its hardware queue (0: none)
   double submitted = 0, end = 0;  // seconds; end: when the emulated clock lets it end (0: when it has run)
   bool started = false;
   std::string waits_for;  // JSON members, set by the running kernel
+  bool queues() const { return kind != Kind::kRecord && kind != Kind::kWait; }
 };
 using WorkPointer = std::shared_ptr<Work>;
 
