@@ -156,6 +156,34 @@ def mailbox() -> dict:
     return {"wrong": int(wrong), "settings": [settings(group) for group in box.by_peer.values()]}
 
 
+def beside_receives() -> dict:
+    """Whether a kernel runs beside one receive that waits for its message, and beside two of one stream: they
+    were launched before it."""
+    rank, _ = init()
+    found, store, peer = {"world": use()}, dist.distributed_c10d._get_default_store(), rank ^ 1
+    values, one = torch.ones(2, 1 << 12, device=DEVICE), torch.ones(1, device=DEVICE)
+    for count in (2, 1, 2):  # the first makes the pair's communicator
+        if rank % 2:
+            store.get(f"{count} receives are posted by {peer}")
+            works = [dist.isend(value, peer) for value in values[:count]]
+        else:
+            works, done = [dist.irecv(value, peer) for value in values[:count]], torch.cuda.Event()
+            one.mul_(2)
+            done.record()
+            until = time.monotonic() + 5
+            while not (beside := done.query()) and time.monotonic() < until:
+                time.sleep(0.01)
+            found[f"beside {count}"] = beside
+            store.set(f"{count} receives are posted by {rank}", "")
+        for work in works:
+            work.wait()
+        torch.cuda.synchronize()
+        dist.barrier()
+        store.delete_key(f"{count} receives are posted by {rank}")
+        dist.barrier()
+    return found
+
+
 def two_levels() -> dict:
     """Greatest relative difference to a sum in float64, by what is summed: odd sizes, types, compression."""
     rank, world = init()
@@ -305,8 +333,8 @@ def memory() -> dict:
 
 
 SCENES = {scene.__name__: scene for scene in (
-    networks, absent_network, bound_device, pipeline, mailbox, two_levels, compiled, sharded, nic_down, split,
-    reduction, side_streams, memory)}
+    networks, absent_network, bound_device, pipeline, mailbox, beside_receives, two_levels, compiled, sharded,
+    nic_down, split, reduction, side_streams, memory)}
 
 if __name__ == "__main__":
     report(SCENES[sys.argv[1]]())

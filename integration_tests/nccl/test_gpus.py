@@ -10,6 +10,7 @@ own, two ranks each:
 import os
 
 import pytest
+from carriers import EMULATED
 
 from holmes_ext.cluster.nccl import no_verbs
 from integration_tests.jobs import over_nccl
@@ -203,3 +204,18 @@ def test_19_a_job_ends_in_one_line_when_its_nic_stays_down(tmp_path, emulated):
     assert done.statuses == [2] * 4, done.outputs
     for output in done.outputs:
         assert "has its port mlx5_0:1 in state 1: DOWN" in output and "the job ends here" in output, output
+
+
+@over_nccl
+@pytest.mark.parametrize("connections", ["8", "1"])
+def test_20_a_kernel_runs_beside_a_receive_that_waits(tmp_path, emulated, connections):
+    """That was launched before it, with the record and the wait that torch and NCCL put behind it; in one
+    hardware queue too, where a second receive, which waits for the first, may hold it up."""
+    flags, environment = flags_and_environment(emulated)
+    number = 20 + int(connections == "1")
+    done = launch("beside_receives", tmp_path, *flags, number=number, CUDA_DEVICE_MAX_CONNECTIONS=connections,
+                  **environment)
+    assert not any(done.statuses), done.outputs
+    assert all(line["beside 1"] for line in done.lines if line["rank"] % 2 == 0), done.lines
+    if EMULATED:
+        assert {line["beside 2"] for line in done.lines if line["rank"] % 2 == 0} == {connections == "8"}
