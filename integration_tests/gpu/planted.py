@@ -97,8 +97,8 @@ def another_collective(right: bool) -> None:
 
 @fault
 def one_hardware_queue(right: bool) -> None:
-    """With CUDA_DEVICE_MAX_CONNECTIONS=1 a second posted receive, which waits for the first, stands before the
-    kernels whose result its sender needs."""
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1 a second posted receive, which waits for the first, stands before
+    the kernels whose result its sender needs."""
     first, second = pairs()
     value = torch.full((SIZE,), 5.0, device="cuda")
     answers = torch.empty(2, SIZE, device="cuda")
