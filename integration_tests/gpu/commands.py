@@ -38,6 +38,10 @@ LOG = "LOG"
 ON_GPU = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0", **LESS_MEMORY}
 ON_CPU = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
 TIMEOUT_S = 900
+#: Of a node; a physical GPU is the only one.
+PROCESSES = 1 if PHYSICAL else 2
+#: Where four ranks run.
+FOUR_RANKS = {"order": "a0,a1,b0,b1" if PHYSICAL else "a0,b0", "processes": PROCESSES}
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Command:
         words = [str(log) if word == LOG else word for word in self.words]
         env = {"PYTEST_CURRENT_TEST": "", **self.env, **(ON_GPU if gpus else {**ON_CPU, **self.env_on_cpu})}
         result = lab.run([sys.executable, *words, *(() if gpus else self.on_cpu)], order=nodes.split(","),
-                         processes=1 if PHYSICAL else 2, preload=() if PHYSICAL else self.preload, env=env,
+                         processes=PROCESSES, preload=() if PHYSICAL else self.preload, env=env,
                          gpus=gpus, timeout=TIMEOUT_S, cwd=self.inside)
         assert result.returncode == 0, result.outputs[result.first_failed or 0][-5000:]
         return self.read(result, log)

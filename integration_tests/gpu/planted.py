@@ -102,20 +102,21 @@ def one_hardware_queue(right: bool) -> None:
     first, second = pairs()
     value = torch.full((SIZE,), 5.0, device="cuda")
     answers = torch.empty(2, SIZE, device="cuda")
-    works = []
+
+    def receives():
+        return [work for answer in answers for work in send_or_receive(answer, False, second)]
+
     if dist.get_rank() == 0:
-        if not right:
-            works += [work for answer in answers for work in send_or_receive(answer, False, second)]
+        works = [] if right else receives()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             works += send_or_receive(value * 2, True, first)
-        if right:
-            works += [work for answer in answers for work in send_or_receive(answer, False, second)]
+        works += receives() if right else []
     else:
         for work in send_or_receive(answers[0], False, first):
             work.wait()
-        works += [work for _ in range(2) for work in send_or_receive(answers[0] + 1, True, second)]
+        works = [work for _ in answers for work in send_or_receive(answers[0] + 1, True, second)]
     for work in works:
         work.wait()
     check(answers[0], 11.0 if dist.get_rank() == 0 else 10.0)

@@ -13,9 +13,8 @@ from integration_tests.gpu import commands
 from integration_tests.jobs import FULL, full, same, some
 
 TENSOR = commands.TENSOR if FULL and not PHYSICAL else ()
-#: Of two processes each; of one where all share one GPU.
 NODES = "a0,b0,a1,b1" if FULL or PHYSICAL else "a0,b0"
-RANKS = 4 if PHYSICAL else 2 * len(NODES.split(","))
+RANKS = commands.PROCESSES * len(NODES.split(","))
 
 
 def checkout(variable, address):

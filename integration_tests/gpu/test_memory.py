@@ -8,10 +8,9 @@ messages.
 import json
 
 import pytest
-from carriers import PHYSICAL
 
 from holmes_ext.plan.cost.buckets import buffer_bytes
-from integration_tests.gpu.commands import ON_GPU
+from integration_tests.gpu.commands import FOUR_RANKS, ON_GPU
 from integration_tests.jobs import FULL, ON_CPU, ROOT, TRAIN, losses, same
 
 MEMORY = str(ROOT / "integration_tests" / "gpu" / "memory.py")
@@ -31,7 +30,6 @@ JOBS = {
     "megatron-core": ((str(EXAMPLES / "megatron_core" / "train.py"), *MODEL, "--pipeline", "2", "--overlap"),
                       ()),
 }
-WHERE = {"order": "a0,a1,b0,b1", "processes": 1} if PHYSICAL else {"order": "a0,b0"}
 #: Of Python's own and torch's caches (in 200 steps of stock 3 to 6 MB).
 CACHES = 16e6
 #: Threads and open files that something makes once, at whatever step; what grows has one more for each step.
@@ -42,7 +40,7 @@ def held(lab, folder, words, steps):
     """Of each rank what memory.py found; the losses."""
     folder.mkdir()
     log = folder / "log.jsonl"
-    ran = lab.run(MEMORY, str(folder), *words, "--steps", str(steps), "--log-file", str(log), **WHERE,
+    ran = lab.run(MEMORY, str(folder), *words, "--steps", str(steps), "--log-file", str(log), **FOUR_RANKS,
                   env={**ON_GPU, "PYTHONPATH": ON_CPU})
     assert ran.result.returncode == 0 and not ran.hang, ran.said
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]

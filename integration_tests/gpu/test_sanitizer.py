@@ -8,6 +8,7 @@ import pytest
 from carriers import PHYSICAL
 
 from holmes_ext.lab.joined import TOKEN, coordinator, join_flags
+from integration_tests.gpu.commands import FOUR_RANKS
 from integration_tests.jobs import FULL, ON_CPU, ROOT, SIZE, TRAIN, full
 
 EXAMPLES = ROOT / "examples"
@@ -28,7 +29,6 @@ JOBS = {
 MORE = {"FSDP2": ("--holmes-fsdp", "hybrid")}
 ENV = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0", "PYTHONPATH": ON_CPU}
 SANITIZED = {**ENV, "TORCH_CUDA_SANITIZER": "1"}
-WHERE = {"order": "a0,a1,b0,b1", "processes": 1} if PHYSICAL else {"order": "a0,b0"}
 
 
 def check(ran):
@@ -44,7 +44,7 @@ def test_no_race_is_reported(lab, gpus, job, late):
         pytest.skip("a physical GPU's kernels are never late on purpose")
     how = {"gpus": replace(gpus, seed=1), "env": ENV} if late else {"env": SANITIZED}
     for flags in ((), ("--holmes", "--holmes-cluster", str(lab.file), *MORE.get(job, ()))):
-        check(lab.run(*JOBS[job], *flags, **WHERE, **how))
+        check(lab.run(*JOBS[job], *flags, **FOUR_RANKS, **how))
 
 
 @full

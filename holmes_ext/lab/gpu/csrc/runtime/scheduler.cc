@@ -117,7 +117,9 @@ Ticket Scheduler::submit(const StreamPointer& stream, WorkPointer work) {
   order_with_legacy(*work, where);
   if (stream->queue.empty()) stream->connection = free_connection(where);
   work->sequence = ++stream->submitted;
-  if (work->queues()) work->position = ++where.connections[stream->connection].submitted;
+  if (work->kind != Kind::kRecord && work->kind != Kind::kWait) {
+    work->position = ++where.connections[stream->connection].submitted;
+  }
   Ticket ticket{stream, work->sequence};
   ++submitted_;
   if (random_) moved_.notify_all();
@@ -187,7 +189,7 @@ std::string Scheduler::obstacle(const Work& work, Device& where) {
                   ticket.stream->id, static_cast<unsigned long long>(ticket.sequence));
     }
   }
-  if (work.queues() && where.connections[work.stream->connection].started + 1 < work.position) {
+  if (where.connections[work.stream->connection].started + 1 < work.position) {
     return text("\"queue\": %d", work.stream->connection);
   }
   int wanted = work.sms ? std::min(work.sms, where.all_sms) : work.kind == Kind::kKernel ? 1 : 0;
@@ -201,7 +203,7 @@ void Scheduler::start(Work& work, Device& where) {
   work.started = true;
   if (work.run) ++executing_;
   work.stream->started = work.sequence;
-  if (work.queues()) ++where.connections[work.stream->connection].started;
+  if (work.position) ++where.connections[work.stream->connection].started;
   where.free_sms -= std::min(work.sms, where.all_sms);
   double begin = std::max(work.stream->clock, work.submitted);
   if (work.kind == Kind::kWait) begin = std::max(begin, work.record->when);

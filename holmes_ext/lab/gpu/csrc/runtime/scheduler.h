@@ -7,10 +7,10 @@
 //
 // A hardware queue is what CUDA_DEVICE_MAX_CONNECTIONS counts. A stream that gets work takes the one with the
 // fewest streams, and keeps it until it is empty (CUDA does not tell how it deals them out: so none is shared
-// without need). Work behind a head that cannot start yet waits with it, whichever stream it belongs to. Records and
-// waits have no place in a queue, only what comes behind them in their stream: NCCL puts both behind each kernel
-// (ncclLaunchFinish, src/enqueue.cc), and under one queue Megatron-LM's products still overlap a gather that was
-// launched before them (core/tensor_parallel/layers.py relies on it).
+// without need). Work behind a head that cannot start yet waits with it, whichever stream it belongs to.
+// Records and waits have no place in a queue, only what comes behind them in their stream: NCCL puts both
+// behind each kernel (ncclLaunchFinish, src/enqueue.cc), and under one queue Megatron-LM's products still
+// overlap a gather that was launched before them (core/tensor_parallel/layers.py relies on it).
 #pragma once
 
 #include <atomic>
@@ -72,7 +72,6 @@ struct Work {
   double submitted = 0, end = 0;  // seconds; end: when the emulated clock lets it end (0: when it has run)
   bool started = false;
   std::string waits_for;  // JSON members, set by the running kernel
-  bool queues() const { return kind != Kind::kRecord && kind != Kind::kWait; }
 };
 using WorkPointer = std::shared_ptr<Work>;
 
