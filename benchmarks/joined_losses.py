@@ -20,17 +20,21 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 
 import harness
-import outer_steps
+import outer_steps  # noqa: F401
 import torch
 from harness import Row, Runs, finish, kept, parser, tell, write
 from torch.nn import functional as F
 
 from holmes_ext.lab.samples import examples
+from holmes_ext.runtime.outer.orthogonal import Matrices
 from holmes_ext.runtime.outer.rounds.codecs import codec_of, residual_dtype
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
+from holmes_ext.runtime.outer.shards.ownership import fragment_cuts
+from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights
 
 sys.path.insert(0, str(examples() / "plain_torch"))
 from train import GPT, topics  # noqa: E402
@@ -65,6 +69,7 @@ WAYS = {
     "diloco, every 16": "every=16,fragments=1,delay=0,compress=off",
     "delay 5, mix 0": "every=30,fragments=1,delay=5,mix=0,compress=off",
     "delay 5, mix 0.5": "every=30,fragments=1,delay=5,mix=0.5,compress=off",
+    "muon": "algorithm=muon",
     "float32": "compress=off",
     "int8": "compress=int8",
     "topk": "compress=topk",
@@ -86,7 +91,6 @@ class Copy:
         torch.manual_seed(seed)
         *size, lr = SCENES[scene]
         self.model = GPT(*size, SEQUENCE)
-        outer_steps.OuterMuon.shapes[:] = [p.shape for p in self.model.parameters()]
         self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
         place = 0
         for p in self.model.parameters():
@@ -116,9 +120,15 @@ class OuterLoop:
     def __init__(self, settings: OuterSettings, copies: list[Copy]):
         self.copies, self.algorithm = copies, settings.outer_algorithm()
         self.period, self.in_period = settings.period, 0
-        total = len(copies[0].flat)
-        cuts = [total * k // settings.fragments for k in range(settings.fragments + 1)]
-        self.ranges = [slice(*pair) for pair in zip(cuts, cuts[1:])]
+        tensors = [Tensor(name, tuple(p.shape), "float32") for name, p in copies[0].model.named_parameters()]
+        row = Weights("all", tensors, [Part(0, copies[0].flat)])
+        matrices = [matrix for _, matrix in row.matrices] if self.algorithm.of_matrices else []
+        cuts = fragment_cuts(row.total, settings.fragments, [(one.start, one.stop) for one in matrices])
+        self.ranges = [slice(*pair) for pair in pairwise(cuts)]
+        self.matrices = [
+            Matrices([replace(one, start=one.start - a) for one in matrices if a <= one.start < b])
+            for a, b in pairwise(cuts)
+        ]
         self.anchors = [copies[0].flat[part].clone() for part in self.ranges]
         kept_as = residual_dtype(settings)
         kind = torch.bfloat16 if kept_as == torch.bfloat16 else torch.float32
@@ -167,7 +177,7 @@ class OuterLoop:
             gap = self.algorithm.gap_of(before,
                                         float(gradient.square().sum())) if self.algorithm.needs_gap else 1.0
             mu = self.algorithm.momentum_of([1.0] * len(self.copies))
-            self.algorithm.step(anchor, momentum, gradient, mu, gap)
+            self.algorithm.step(anchor, momentum, gradient, mu, gap, self.matrices[fragment])
         for k, copy in enumerate(self.copies):
             local = copy.flat[self.ranges[fragment]]
             then = sent[k] if sent is not None and self.algorithm.keeps_progress else None

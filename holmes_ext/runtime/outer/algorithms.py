@@ -18,9 +18,11 @@ when. Needs no torch of its own: an algorithm is a class here, and its name in A
               anchor has moved since it was sent (gap >= 1), and no element of the momentum exceeds `clip`:
                   m <- clip(mu m + d / gap, -clip, clip)                   a <- a - lr m
     average   plain averaging, local SGD (arXiv 1805.09767):               a <- a - d
+    muon      diloco, with the step of every matrix made orthogonal (Newton-Schulz) at the length it has:
+                  m <- mu m + d           a <- a - lr |d + mu m| O(d + mu m) / |O(d + mu m)|
 
-Every function is elementwise, but for scalars that all jobs have alike: shards do not change the result, and
-all jobs get the same bits.
+Every function is elementwise, but for scalars that all jobs have alike (muon: for matrices that one rank has
+whole): shards do not change the result, and all jobs get the same bits.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from holmes_ext.runtime.outer.orthogonal import Matrices
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +78,8 @@ class DiLoCo:
     needs_gap: ClassVar[bool] = False
     #: Whether a fragment's sum must be applied before the next fragment leaves.
     one_at_a_time: ClassVar[bool] = True
+    #: Whether step() must be given whole matrices.
+    of_matrices: ClassVar[bool] = False
 
     @property
     def keeps_momentum(self) -> bool:
@@ -106,22 +112,30 @@ class DiLoCo:
         gradient: torch.Tensor,
         mu: float,
         gap: float = 1.0,
+        matrices: Matrices = Matrices(),
     ) -> None:
         """The anchor's and momentum's next values, in place; `gradient` is overwritten. Flat tensors of one
-        length; mu: momentum_of(); gap: gap_of(). A bfloat16 momentum is rounded after the step."""
-        if momentum is None:
-            anchor.sub_(gradient, alpha=self.lr)
-            return
-        wide = momentum.float()  # itself, where it is float32
-        self._step(anchor, wide, gradient, mu, gap)
-        if wide is not momentum:
-            momentum.copy_(wide)
+        length; mu: momentum_of(); gap: gap_of(); matrices: of them, where the algorithm is `of_matrices`. A
+        bfloat16 momentum is rounded after the step."""
+        direction = gradient
+        if momentum is not None:
+            wide = momentum.float()  # itself, where it is float32
+            direction = self._direction(wide, gradient, mu, gap)
+            if wide is not momentum:
+                momentum.copy_(wide)
+        if self.of_matrices:
+            matrices.orthogonalize(direction)
+        self._move(anchor, direction)
 
-    def _step(
-        self, anchor: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, mu: float, gap: float
-    ) -> None:
+    def _direction(
+        self, momentum: torch.Tensor, gradient: torch.Tensor, mu: float, gap: float
+    ) -> torch.Tensor:
+        """Of the step, from the momentum's next value."""
         momentum.mul_(mu).add_(gradient)
-        anchor.sub_(gradient.add_(momentum, alpha=mu), alpha=self.lr)
+        return gradient.add_(momentum, alpha=mu)
+
+    def _move(self, anchor: torch.Tensor, direction: torch.Tensor) -> None:
+        anchor.sub_(direction, alpha=self.lr)
 
     def mixed(self, local: torch.Tensor, sent: torch.Tensor | None, anchor: torch.Tensor) -> torch.Tensor:
         """A fragment's next local weights. sent: `local` when its pseudo-gradient was taken, for mix=keep, or
@@ -166,13 +180,13 @@ class Co2(DiLoCo):
             return 1.0
         return 1 + self.lr * math.sqrt(momentum_square / gradient_square)
 
-    def _step(
-        self, anchor: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, mu: float, gap: float
-    ) -> None:
+    def _direction(
+        self, momentum: torch.Tensor, gradient: torch.Tensor, mu: float, gap: float
+    ) -> torch.Tensor:
         momentum.mul_(mu).add_(gradient, alpha=1 / gap)
         if self.clip:
             momentum.clamp_(-self.clip, self.clip)
-        anchor.sub_(momentum, alpha=self.lr)
+        return momentum
 
     def after_step(self, loop: Schedule) -> None:
         if loop.in_period >= loop.period:
@@ -182,4 +196,13 @@ class Co2(DiLoCo):
             loop.new_period()
 
 
-ALGORITHMS: dict[str, type[DiLoCo]] = {"diloco": DiLoCo, "co2": Co2, "average": Average}
+class Muon(DiLoCo):
+    of_matrices = True
+
+
+ALGORITHMS: dict[str, type[DiLoCo]] = {
+    "diloco": DiLoCo,
+    "co2": Co2,
+    "average": Average,
+    "muon": Muon,
+}

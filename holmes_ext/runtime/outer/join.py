@@ -28,7 +28,7 @@ from holmes_ext.runtime.outer.rounds.rolling_runner import RollingRunner
 from holmes_ext.runtime.outer.rounds.round_runner import RoundRunner
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.job_ranks import JobRanks, Replicas
-from holmes_ext.runtime.outer.shards.ownership import RankRange, fragment_cuts, owners
+from holmes_ext.runtime.outer.shards.ownership import RankRange, first_cut, fragment_cuts, owners
 from holmes_ext.runtime.outer.shards.state import OuterState
 from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights, row_of
 from holmes_ext.runtime.sockets.handshake import Credentials
@@ -85,7 +85,9 @@ def join(
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     job_ranks = JobRanks(dist.new_group(backend="gloo", timeout=_CONTROL) if many else None)
     here: Weights = job_ranks.together(weights)
-    row = {"position": here.position, "digest": here.digest, "total": here.total, "holdings": here.holdings}
+    whole = here.matrices if settings.outer_algorithm().of_matrices else []
+    row = {"position": here.position, "digest": here.digest, "total": here.total, "holdings": here.holdings,
+           "whole": [(name, matrix.start, matrix.stop) for name, matrix in whole]}  # fmt: skip
     everyone = job_ranks.from_all(row)
     maps = _maps(job, everyone, settings, job_ranks)
     replicas, group = _replicas(everyone, job_ranks.rank)
@@ -156,8 +158,16 @@ def _maps(
                 f"the ranks of job {job} at {position} hold weights of different names or shapes;"
                              f" {PARALLEL}")  # fmt: skip
         holdings = {rank: [(a, b) for a, b in row["holdings"]] for rank, row in there.items()}
-        total = next(iter(there.values()))["total"]
-        maps[position] = owners(total, fragment_cuts(total, settings.fragments), holdings)
+        one = next(iter(there.values()))
+        total, whole = one["total"], [(start, stop) for _, start, stop in one["whole"]]
+        maps[position] = owners(total, fragment_cuts(total, settings.fragments, whole), holdings, whole)
+        if cut := first_cut(maps[position], whole):
+            number, first, second = cut
+            job_ranks.refuse(
+                f"--holmes-outer: algorithm={settings.algorithm} steps whole matrices, but ranks {first} and"
+                f" {second} of job {job} hold parts of {one['whole'][number][0]!r} (ZeRO, FSDP, a distributed"
+                " optimizer); give algorithm=diloco"
+            )
     return maps
 
 

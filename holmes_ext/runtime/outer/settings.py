@@ -197,6 +197,10 @@ def apart_settings(options: Options) -> OuterSettings | None:
     for name in _JOINED:
         if getattr(settings, name) != getattr(usual, name):
             raise HolmesError(f"--holmes-outer: {name} is for jobs of --holmes-join, not for --holmes-apart")
+    if settings.outer_algorithm().of_matrices:
+        raise HolmesError(
+            f"--holmes-outer: algorithm={settings.algorithm} is for jobs of --holmes-join, not for --holmes-apart"
+        )
     return settings
 
 

@@ -44,18 +44,20 @@ class ShardPair:
     owners: Mapping[str, int]
 
 
-def fragment_cuts(total: int, fragments: int) -> list[int]:
-    """Of a row of `total` elements: equal parts, at multiples of ALIGNMENT where they are large."""
-    grain = ALIGNMENT if total >= 2 * ALIGNMENT * fragments else 1
-    return [total * k // fragments // grain * grain for k in range(fragments)] + [total]
+def fragment_cuts(total: int, fragments: int, whole: Sequence[Range] = ()) -> list[int]:
+    """Of a row of `total` elements: equal parts, at multiples of ALIGNMENT where they are large. whole:
+    ranges that are not cut, in order."""
+    return _even_cuts(0, total, fragments, whole)
 
 
-def owners(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Range]]) -> list[RankRange]:
+def owners(
+    total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Range]], whole: Sequence[Range] = ()
+) -> list[RankRange]:
     """Who exchanges what, each element one rank: in order of `start`, none overlapping, 0 to `total` covered.
 
     holdings: the ranges that each rank holds. What several hold is shared out evenly among them, fragment by
-    fragment (`cuts`, as of fragment_cuts), in the order of their ranks. HolmesError when an element is held
-    by no rank.
+    fragment (`cuts`, as of fragment_cuts), in the order of their ranks; ranges of `whole` are not cut where
+    holdings do not cut them. HolmesError when an element is held by no rank.
     """
     borders = sorted(
         {0, total, *cuts, *(edge for ranges in holdings.values() for span in ranges for edge in span)}
@@ -77,15 +79,37 @@ def owners(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Rang
             raise HolmesError(f"elements {start} to {stop} of {total} are held by no rank of the job")
         if held_by.get(stop) == holders and stop not in inner:  # one run of elements with the same holders
             continue
-        result += _shares(first, stop, holders)
+        shares = pairwise(_even_cuts(first, stop, len(holders), whole))
+        result += [RankRange(a, b, rank) for (a, b), rank in zip(shares, holders) if a < b]
         first = stop
     return _merged(result)
 
 
-def _shares(start: int, stop: int, ranks: Sequence[int]) -> list[RankRange]:
-    grain = ALIGNMENT if stop - start >= 2 * ALIGNMENT * len(ranks) else 1
-    cuts = [start + (stop - start) * k // len(ranks) // grain * grain for k in range(len(ranks))] + [stop]
-    return [RankRange(a, b, rank) for (a, b), rank in zip(pairwise(cuts), ranks) if a < b]
+def _even_cuts(start: int, stop: int, parts: int, whole: Sequence[Range]) -> list[int]:
+    length = stop - start
+    grain = ALIGNMENT if length >= 2 * ALIGNMENT * parts else 1
+    cuts = [start + length * k // parts // grain * grain for k in range(1, parts)]
+    inner = [min(max(start, _outside(cut, whole)), stop) for cut in cuts]
+    return [start, *inner, stop]
+
+
+def _outside(cut: int, whole: Sequence[Range]) -> int:
+    """The nearest edge of the range that it would cut."""
+    at = bisect_right(whole, cut, key=lambda span: span[0]) - 1
+    if at < 0 or cut >= whole[at][1]:
+        return cut
+    first, last = whole[at]
+    return first if cut - first <= last - cut else last
+
+
+def first_cut(owned: Sequence[RankRange], whole: Sequence[Range]) -> tuple[int, int, int] | None:
+    """The first of `whole` (its number) that several ranks exchange, and the first two of these ranks."""
+    starts = [span.start for span in owned]
+    for number, (start, stop) in enumerate(whole):
+        at = bisect_right(starts, start) - 1
+        if stop > owned[at].stop:
+            return number, owned[at].rank, owned[at + 1].rank
+    return None
 
 
 def _merged(owned: list[RankRange]) -> list[RankRange]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.orthogonal import Matrices
 from holmes_ext.runtime.outer.rounds.codecs import residual_dtype
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.ownership import Range, RankRange, fragment_cuts, owned_ranges
@@ -41,8 +42,8 @@ class Pending:
 
 @dataclass
 class Fragment:
-    """Elements [start, stop) of the row; ranges: that this rank exchanges; version: of its last outer
-    step."""
+    """Elements [start, stop) of the row; ranges: that this rank exchanges; matrices: in the anchor; version:
+    of its last outer step."""
 
     start: int
     stop: int
@@ -50,6 +51,7 @@ class Fragment:
     anchor: torch.Tensor
     momentum: torch.Tensor | None
     residual: torch.Tensor | None
+    matrices: Matrices = Matrices()
     version: int = 0
     pending: list[Pending] = field(default_factory=list)
 
@@ -85,7 +87,9 @@ class OuterState:
     def __init__(self, settings: OuterSettings, weights: Weights, owned: Sequence[RankRange], rank: int):
         self.settings, self.weights, self.lock = settings, weights, threading.Lock()
         self.algorithm = settings.outer_algorithm()
-        cuts = fragment_cuts(weights.total, settings.fragments)
+        self._matrices = [matrix for _, matrix in weights.matrices] if self.algorithm.of_matrices else []
+        whole = [(matrix.start, matrix.stop) for matrix in self._matrices]
+        cuts = fragment_cuts(weights.total, settings.fragments, whole)
         self.fragments = [
             self._fragment(start, stop, owned_ranges(owned, rank, start, stop))
             for start, stop in zip(cuts, cuts[1:])
@@ -99,13 +103,18 @@ class OuterState:
         momentum = torch.zeros(count, dtype=kind, device="cpu") if self.algorithm.keeps_momentum else None
         residual = None if residual_kind is None else torch.zeros(count, dtype=residual_kind, device="cpu")
         anchor = self.weights.read(ranges, torch.empty(count, device="cpu"))
-        return Fragment(start, stop, ranges, anchor, momentum, residual)
+        fragment = Fragment(start, stop, ranges, anchor, momentum, residual)
+        mine = [matrix for matrix in self._matrices
+                if any(a <= matrix.start and matrix.stop <= b for a, b in ranges)]  # fmt: skip
+        places = [replace(matrix, start=fragment.places(matrix.start, matrix.stop).start) for matrix in mine]
+        fragment.matrices = Matrices(places, self.weights.device)
+        return fragment
 
     def apply(self, fragment: Fragment) -> None:
         """Take the outer step that has been pending longest."""
         with self.lock:
             pending = fragment.pending.pop(0)
-            self._take(pending, fragment.anchor, fragment.momentum, pending.gradient)
+            self._take(pending, fragment.anchor, fragment.momentum, pending.gradient, fragment.matrices)
             if fragment.residual is not None and pending.residual is not None:
                 fragment.residual.copy_(pending.residual)
             elif fragment.residual is not None and pending.replaces:
@@ -113,11 +122,16 @@ class OuterState:
             fragment.version = pending.number
 
     def _take(
-        self, pending: Pending, anchor: torch.Tensor, momentum: torch.Tensor | None, gradient: torch.Tensor
+        self,
+        pending: Pending,
+        anchor: torch.Tensor,
+        momentum: torch.Tensor | None,
+        gradient: torch.Tensor,
+        matrices: Matrices,
     ) -> None:
         """The step on anchor and momentum, in place; `gradient` (of the same elements) is overwritten."""
         if not pending.replaces:
-            self.algorithm.step(anchor, momentum, gradient, pending.mu, pending.gap)
+            self.algorithm.step(anchor, momentum, gradient, pending.mu, pending.gap, matrices)
             return
         anchor.copy_(gradient)
         if momentum is not None and pending.momentum is not None:
@@ -128,14 +142,17 @@ class OuterState:
     ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
         """Version, anchor, momentum of [start, stop), what is pending applied: for another job."""
         with self.lock:
-            place = fragment.places(start, stop)
+            wanted = fragment.places(start, stop)
+            place = slice(None) if fragment.pending and fragment.matrices.places else wanted
             anchor = fragment.anchor[place].clone()
             momentum = None if fragment.momentum is None else fragment.momentum[place].clone()
             for pending in fragment.pending:
                 part = pending
                 if pending.momentum is not None:
                     part = replace(pending, momentum=pending.momentum[place])
-                self._take(part, anchor, momentum, pending.gradient[place].clone())
+                self._take(part, anchor, momentum, pending.gradient[place].clone(), fragment.matrices)
+            if place is not wanted:
+                anchor, momentum = anchor[wanted], None if momentum is None else momentum[wanted]
             return fragment.promised, anchor, momentum
 
     def replace(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.outer.orthogonal import Matrix, is_matrix
 from holmes_ext.runtime.outer.shards.ownership import Range
 
 #: Elements whose checksum is taken at a time.
@@ -89,6 +90,17 @@ class Weights:
         """Of names, shapes and types of the whole row."""
         text = json.dumps([[tensor.name, tensor.shape, tensor.dtype] for tensor in self.tensors])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].values.device if self.parts else torch.device("cpu")
+
+    @property
+    def matrices(self) -> list[tuple[str, Matrix]]:
+        """Name and place in the row of each tensor that Muon's step takes as one."""
+        starts = row_of(self.tensors)
+        return [(tensor.name, Matrix(starts[tensor.name], *tensor.shape))
+                for tensor in self.tensors if is_matrix(tensor.shape)]  # fmt: skip
 
     def named(self) -> Any:
         """The row for people: {name: shape and type}, or a count and the digest where that would be long."""
