@@ -62,6 +62,10 @@ CASES = {
     "megatron, tensor parallel, float32": (
         (2, [*MEGATRON, *"--tensor 2 --micro-batches 2".split()]),
         (4, [*MEGATRON, *"--tensor 2 --micro-batches 1 --distributed-optimizer".split()]), OUTER),
+    "megatron, tensor parallel, whole matrices": (
+        (2, [*MEGATRON, *"--tensor 2 --micro-batches 2".split()]),
+        (4, [*MEGATRON, *"--tensor 2 --micro-batches 1 --distributed-optimizer".split()]),
+        f"{OUTER},algorithm=muon"),
     "megatron, pipeline": (
         (2, [*MEGATRON, *"--pipeline 2 --micro-batches 4".split()]),
         (2, [*MEGATRON, *"--pipeline 2 --micro-batches 4".split()]), WHOLE),

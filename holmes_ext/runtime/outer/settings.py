@@ -199,7 +199,8 @@ def apart_settings(options: Options) -> OuterSettings | None:
             raise HolmesError(f"--holmes-outer: {name} is for jobs of --holmes-join, not for --holmes-apart")
     if settings.outer_algorithm().of_matrices:
         raise HolmesError(
-            f"--holmes-outer: algorithm={settings.algorithm} is for jobs of --holmes-join, not for --holmes-apart"
+            f"--holmes-outer: algorithm={settings.algorithm} is for jobs of --holmes-join, not for"
+            " --holmes-apart"
         )
     return settings
 

@@ -171,6 +171,7 @@ def test_a_job_resumes_from_its_checkpoint_and_an_older_one_takes_what_the_other
 @pytest.mark.parametrize("text", [
     "every=4,fragments=2,delay=1,compress=int8",
     "algorithm=co2,every=4,fragments=2,compress=bf16,momentum=0.5",
+    "algorithm=muon,every=4,fragments=1,delay=1",
 ])  # fmt: skip
 def test_a_checkpoint_with_a_sum_under_way_goes_on_as_if_there_had_been_none(text):
     def run(stop):

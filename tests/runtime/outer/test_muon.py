@@ -151,5 +151,5 @@ def test_clusters_of_one_job_have_no_muon():
     from holmes_ext.runtime.outer.settings import apart_settings
 
     with pytest.raises(HolmesError, match="algorithm=muon is for jobs of --holmes-join"):
-        apart_settings(Options(apart="0.5", outer="algorithm=muon"))
+        apart_settings(Options(apart="2", outer="algorithm=muon"))
     assert parse_outer("algorithm=muon").fragments == 4
