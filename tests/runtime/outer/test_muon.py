@@ -40,7 +40,7 @@ def test_zeros_stay_zeros():
     assert torch.equal(orthogonal.orthogonal(torch.zeros(4, 3)), torch.zeros(4, 3))
 
 
-@pytest.mark.parametrize("rows, columns", [(48, 200), (512, 96)])
+@pytest.mark.parametrize("rows, columns", [(48, 200), (160, 40)])
 def test_the_bits_do_not_depend_on_the_order_of_sums(rows, columns, monkeypatch):
     """As another machine would sum: products one by one, from the last to the first, in another layout."""
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2)) ** 3
@@ -52,6 +52,7 @@ def test_the_bits_do_not_depend_on_the_order_of_sums(rows, columns, monkeypatch)
         total = torch.zeros(x.shape[0], y.shape[1], dtype=x.dtype)
         for k in order.tolist():
             total += x[:, k, None] * y[None, k]
+        assert torch.equal(total, product(x, y)), "a sum was rounded"
         return total
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", backwards)
