@@ -22,6 +22,9 @@ COLUMNS = (Column("--holmes-outer"), Column("round, s", right=True, drop=1), Col
 _PORT = 29600
 #: Of jobs that join with the default: what docs/benchmarks/joined.md measured beside one synchronous job.
 _LOSS_OF_JOINED = {2: "as one job's within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
+#: Where it can be used; benchmarks/joined_losses.py, small models.
+_MUON = ("without ZeRO 3 or FSDP2, --holmes-outer algorithm=muon: small models learned more so than in one job"
+         " (docs/benchmarks/joined.md)")
 CHOICES = (Column("choice"), Column("tokens/s", right=True), Column("loss"))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 
@@ -87,7 +90,7 @@ class Beside:
             return [f"most tokens/s: {name}; add to the command:", f"  {line}"]
         serve = ("`holmes join serve` on HOST, which all reach; add to each job's command, with its own "
                  "cluster's name")
-        return [f"most tokens/s: {name}; {serve}:", f"  {line}"]
+        return [_MUON, f"most tokens/s: {name}; {serve}:", f"  {line}"]
 
     def figure(self) -> Any:
         return worth_figure(self.rounds, self.tokens, self.crossing)
