@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
 
 _LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")
+#: PipelineModule -> DeepSpeed's own borders, where the plan's have taken their place.
+stock_parts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 
 def class_name(spec: Any) -> str | None:
@@ -84,22 +87,22 @@ def _partition_layers(wrapped, instance, method="uniform"):
         borders = check_borders(method, len(specs), stages)
         result, what = wrapped("uniform"), "the script's borders"
     else:
-        result, borders = wrapped(method), None
-        current = session.active()
-        if current is not None and current.plan.stage_layers:
-            plan = current.plan
-            if len(plan.stage_layers) != stages:
-                key = f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages"
-                raise HolmesError(f"{key}, but the module has {stages}; make the plan for this pipeline size")
-            borders = borders_of([class_name(spec) for spec in specs], plan.stage_layers, plan.source)
-            what = f"{plan.partition} partition, {'+'.join(map(str, plan.stage_layers))} blocks"
-    if borders is not None:
-        stage = instance._topo.get_coord(instance.global_rank).pipe
-        instance.parts = borders
-        instance._set_bounds(start=borders[stage], stop=borders[stage + 1])
-        if instance.global_rank == 0:
-            begins = ", ".join(map(str, borders[:-1]))
-            print(f"holmes: stages begin at layers {begins} of {len(specs)} ({what})", file=sys.stderr)
+        result, current = wrapped(method), session.active()
+        if current is None or not current.plan.stage_layers:
+            return result
+        plan = current.plan
+        if len(plan.stage_layers) != stages:
+            key = f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages"
+            raise HolmesError(f"{key}, but the module has {stages}; make the plan for this pipeline size")
+        borders = borders_of([class_name(spec) for spec in specs], plan.stage_layers, plan.source)
+        what = f"{plan.partition} partition, {'+'.join(map(str, plan.stage_layers))} blocks"
+        stock_parts[instance] = instance.parts
+    stage = instance._topo.get_coord(instance.global_rank).pipe
+    instance.parts = borders
+    instance._set_bounds(start=borders[stage], stop=borders[stage + 1])
+    if instance.global_rank == 0:
+        begins = ", ".join(map(str, borders[:-1]))
+        print(f"holmes: stages begin at layers {begins} of {len(specs)} ({what})", file=sys.stderr)
     return result
 
 
