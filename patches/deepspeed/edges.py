@@ -31,12 +31,11 @@ from itertools import accumulate
 from typing import Any
 
 from holmes_ext.patches.deepspeed.features import EDGES
-from holmes_ext.patches.deepspeed.p2p import engine_sizes, messages, over
+from holmes_ext.patches.deepspeed.p2p import grid_sizes, messages, over
 from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.passes.schedule import before
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import tell
@@ -202,25 +201,21 @@ def _schedule_class() -> type:
     return PlannedSchedule
 
 
-def _planned_for(engine: Any) -> Flight | None:
-    """The order of passes as the plan has it now; None where the engine's own schedule runs."""
-    current = session.active()
-    if current is None or _mailbox is None or engine.num_stages == 1:
-        return None
-    flight = flight_of(current.plan_for(engine_sizes(current, engine)), network_api_of(backend_of()))
-    if reason := unsupported(engine, flight) if flight else None:
-        text = f"DeepSpeed's own pipeline schedule is used: {reason}"
-        tell(current, text, once=text)
-    return None if reason else flight
-
-
+@with_session
 @by_name
-def _exec_schedule(wrapped, instance, pipe_schedule):
-    """Of training, in our order; messages through the mailbox, all gone at its end."""
+def _exec_schedule(current, wrapped, instance, pipe_schedule):
+    """Of training, in the plan's order; messages through the mailbox, all gone at its end."""
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    planned = _planned_for(instance) if type(pipe_schedule) is TrainSchedule else None
-    if _mailbox is None or planned is None:
+    if _mailbox is None or instance.num_stages == 1 or type(pipe_schedule) is not TrainSchedule:
+        return wrapped(pipe_schedule)
+    plan = current.plan_for(grid_sizes(current, instance.grid))
+    planned = flight_of(plan, network_api_of(backend_of()))
+    reason = unsupported(instance, planned) if planned else None
+    if reason:
+        text = f"DeepSpeed's own pipeline schedule is used: {reason}"
+        tell(current, text, once=text)
+    if reason or not planned:
         return wrapped(pipe_schedule)
     if not _mailbox.knows:
         _mailbox.listen()
