@@ -1,9 +1,7 @@
 """The place that a patch changes: one attribute, and every copy of it.
 
-A location remembers the original and the patches on it, outermost last. Adding or removing one builds
-the value anew from the original, so features that patch the same function can be switched off in any order:
-
-    original --A--> --B--> what the attribute holds          remove(A):  original --B-->
+A location remembers the original and the patches on it, outermost last. Removing one builds the value anew
+from the original, so features that patch the same function can be switched off in any order.
 
 `from x import f` copies are found by identity among the modules of the target's top-level package, each time
 anew: so a copy that was made while the patch was on is put right too when it is undone. Copies that
@@ -120,8 +118,6 @@ class Location:
         self.value, self.entry = value, self._as_entry(value)
         for table, key in self.entries:
             table[key] = self.entry
-        if not self.patches:
-            self.entries = []
 
     def _as_entry(self, value):
         """What a dict holds for a method: a function of (self, ...): wrappers bind only as attributes."""
@@ -169,10 +165,7 @@ def _raw(parent, name):
 
 
 def _modules(package):
-    """The imported modules of a top-level package.
-
-    By the names alone: a list of items makes tuples, which may start the garbage collector; its finalizers
-    may import.
-    """
+    """The imported modules of a top-level package, by the names alone: a list of items makes tuples, which
+    may start the garbage collector; its finalizers may import."""
     names = [name for name in list(sys.modules) if name == package or name.startswith(package + ".")]
     return [module for name in names if isinstance(module := sys.modules.get(name), ModuleType)]
