@@ -9,11 +9,8 @@ slow edges.
              stage 0  F F F B F B F B ...   an edge of half a stage's time, there and back, is hidden with one
              stage 1      F B F B F B ...   micro-batch more in flight (plan/cost/pipeline.py: in_flight)
 
-The passes of a stage run their micro-batches in the same order as before, so that gradients are summed as
-before.
-
-The first step runs the engine's own schedule: it shows what messages come, of which receives are posted from
-then on.
+The passes of a stage run their micro-batches in the same order as before, so gradients are summed as before.
+The first step runs the engine's own schedule, to learn what messages come.
 
 Why no rank waits for ever: stage s holds at most k[s] micro-batches, k[s] >= k[s + 1]. Its backward of
 micro-batch m needs that of the next stage, which comes right after that stage's forward of m + k[s + 1] - 1,

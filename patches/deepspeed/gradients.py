@@ -1,5 +1,4 @@
-"""Where DeepSpeed's optimizers read their gradients: what patches/deepspeed/reduce.py reduces, and how it
-must divide.
+"""Where DeepSpeed's optimizers read their gradients: what reduce.py reduces, and how it must divide.
 
     ZeRO 0           .grad
     BF16_Optimizer   its high-precision buffer, into which every micro-batch's .grad is folded
@@ -38,7 +37,6 @@ class PlainGradients:
         return parameter.grad
 
     def reduces(self, parameter: Any) -> bool:
-        """Whether stock reduces this one."""
         return self.given is None or id(parameter) in self.given
 
     def predivide(self, ranks: int) -> float:
@@ -61,13 +59,9 @@ class PlainGradients:
 
 
 class Bf16Gradients(PlainGradients):
-    """BF16_Optimizer: each micro-batch's .grad is folded into a high-precision buffer, which is what is
-    reduced.
-
-    Stock folds after a backward pass, in update_hp_grads (or, with immediate_grad_update, in a hook before
-    ours). In the last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds
-    nothing to do.
-    """
+    """BF16_Optimizer: stock folds .grad after a backward pass, in update_hp_grads (or, with
+    immediate_grad_update, in a hook before ours). In the last one each parameter is folded when its bucket
+    leaves, once, and update_hp_grads finds nothing to do."""
 
     given: dict[int, tuple[int, int]]
 

@@ -52,7 +52,13 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
     )  # fmt: skip
 
 
+#: DeepSpeed's optimizers around a torch optimizer that are known here.
+_KINDS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer")
+
+
 def refusal(engine: Any, settings: OuterSettings) -> str | None:
+    from torch.optim import Optimizer
+
     optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
     if engine.has_moe_layers:
         return "experts are not supported"
@@ -60,7 +66,7 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
         return "offloaded optimizer states and parameters are not supported"
     if engine.zero_hpz_partition_size() > 1:
         return "hpZ (zero_hpz_partition_size) is not supported"
-    if not hasattr(optimizer, "param_groups") or not _is_plain(optimizer) and kind not in _KINDS:
+    if not hasattr(optimizer, "param_groups") or not isinstance(optimizer, Optimizer) and kind not in _KINDS:
         return f"its optimizer {kind} is not supported"
     return training.refusal_of_copies(settings, _sizes(engine),
                                       bool(getattr(engine.module, "tied_comms", None)))
@@ -127,16 +133,6 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
             for p in group["params"]:
                 if p.requires_grad:
                     yield p, 0, p.detach().view(-1)
-
-
-#: DeepSpeed's optimizers around a torch optimizer that are known here.
-_KINDS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer")
-
-
-def _is_plain(optimizer: Any) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(optimizer, Optimizer)
 
 
 def _cut(group: list[Any], offsets: list[int], flat: Any, begin: int) -> Iterator[tuple[Any, int, Any]]:

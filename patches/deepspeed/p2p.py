@@ -30,8 +30,7 @@ _pairs: dict[int, object] = {}
 @with_session
 @by_name
 def _make_pair_groups(current, wrapped, instance, grid):
-    """After DeepSpeed's own set-up: the pairs of neighbours that the plan gives a group of their own; none
-    where edges.py has groups for them."""
+    """The pairs of neighbours that the plan gives a group; none where edges.py has groups for them."""
     import torch.distributed as dist
 
     result, network_api = wrapped(grid), network_api_of(backend_of())
@@ -71,7 +70,6 @@ def over(group: Any, direction: str, tensor: Any, stage: int) -> Any:
 
 
 def _over_pair_group(direction, stock, tensor, stage, async_op):
-    """Over the pair's group where it has one."""
     if _pairs and session.active() is not None and not async_op:
         from deepspeed.runtime.pipe import p2p
 

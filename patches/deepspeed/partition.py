@@ -4,9 +4,8 @@
     plan            stage_layers (3, 1):            block block block | block
     parts           0 .................................................. 6 ............. 9
 
-The plan counts transformer blocks, PipelineModule counts specs. Blocks are the specs of the class that
-repeats most; what stands before the first goes to the first stage, what stands after the last to the last
-stage, what stands between two goes with the first of them.
+The plan counts transformer blocks: specs of the class that repeats most. What stands before the first goes to
+the first stage, after the last to the last stage, between two with the first of them.
 
 A list of borders (specs, as in module.parts) is taken as partition_method too, [0, 6, 9] or "0,6,9":
 DeepSpeed lacks it (deepspeedai/DeepSpeed#2974). It is the script's own choice, and wins over a plan.
@@ -66,7 +65,7 @@ def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source:
 def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
     """The user's own borders; HolmesError when they are not 0 < ... < specs, one more than stages."""
     problem = ""
-    if not all(isinstance(border, int) and not isinstance(border, bool) for border in borders):
+    if not all(type(border) is int for border in borders):
         problem = "the borders must be whole numbers"
     elif len(borders) != stages + 1:
         problem = f"{len(borders)} borders for {stages} stages; give {stages + 1}, from 0 to {specs}"

@@ -1,8 +1,7 @@
 """DeepSpeed's pipeline engine with its gradient reduction overlapped.
 
-The engine's schedule ends every batch with ReduceTiedGrads, ReduceGrads, OptimizerStep: the network idles
-while the last micro-batch's backward runs, and the GPUs while the network works. Under this patch the stage's
-gradients leave as they become final:
+In the engine's schedule the network idles while the last micro-batch's backward runs, and the GPUs while the
+network works. Under this patch the stage's gradients leave as they become final:
 
     schedule   ... BackwardPass m-1 | BackwardPass m           | ReduceTiedGrads | ReduceGrads | OptimizerStep
     stock                           |                          | tied            | everything  |

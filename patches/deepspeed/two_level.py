@@ -5,22 +5,18 @@
     ZeRO 1 and 2           DeepSpeedZeroOptimizer's, an all-reduce too (0.19.8)           yes
     ZeRO 3                 reduce_scatter_coalesced, one partition for each rank          no
 
-Which gradients travel together, when (ZeRO 2 and overlap_comm: in hooks of the backward pass), in which dtype
-and divided by what stays DeepSpeed's; only the sum of a bucket takes another way. ZeRO 3 keeps stock
-collectives: it gathers every layer's parameters over the whole group in each forward and backward pass, twice
-the bytes of its gradients, which no way to sum gradients mends; zero_hpz_partition_size (ZeRO++) keeps the
-backward pass's inside clusters. One line says what that takes, predicted.
+Which gradients travel together, when, in which dtype and divided by what stays DeepSpeed's; only the sum of a
+bucket takes another way. ZeRO 3 keeps stock collectives: it gathers every layer's parameters over the whole
+group in each forward and backward pass, twice the bytes of its gradients; zero_hpz_partition_size (ZeRO++)
+keeps the backward pass's inside clusters. One line says what that takes, predicted.
 
 Gradients of tied layers (TiedLayerSpec) cross once for a stage instead of once for each of its data-parallel
-ranks:
+ranks, when the engine would reduce them and from where it would:
 
     engine   _exec_reduce_tied_grads: every rank all-reduces the
              whole gradient with its twin of the other stage
     here     the sum over all ranks of both stages, in two levels, divided by the data-parallel ranks: what
              the average that follows (ReduceGrads) would make of it (runtime/reduce/tied.py)
-
-The engine's order stays: after the stage's last backward pass, before its reduction. Which gradient is summed
-(.grad, BF16_Optimizer's buffer) stays its choice. Megatron-DeepSpeed's pipeline is this engine.
 """
 
 from __future__ import annotations
@@ -45,8 +41,7 @@ from holmes_ext.units import format_bytes
 #: Methods that tell what the all-reduces inside them are of: a bucket of gradients, tied gradients.
 _averaging, _reducing_tied = Running(), Running()
 #: group -> how it reduces; group -> its two-level all-reduce.
-_ways: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_ways, _made = weakref.WeakKeyDictionary[Any, Any](), weakref.WeakKeyDictionary[Any, Any]()
 
 
 def _all_reduce(wrapped, instance, args, kwargs):
@@ -99,7 +94,7 @@ def _two_level(group: Any, size: int) -> Any:
 
 @with_session
 def _tell_stage_3(current, wrapped, instance, args, kwargs):
-    """ZeRO 3 over clusters: say once what its collectives, which stay DeepSpeed's own, take."""
+    """ZeRO 3 over clusters: say once what DeepSpeed's collectives take."""
     result = wrapped(*args, **kwargs)
     if instance.zero_optimization_stage() == 3:
         tell(current, _stage_3(current, instance))
