@@ -1,6 +1,5 @@
 """Versions of two packages that do not work together, with or without holmes: what they say themselves, and
-what was found. And a Python that holmes refuses.
-"""
+what was found. And a Python that holmes refuses."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ def without_gil() -> str:
 
 
 def conflicts(version_of: Callable[[str], str | None] = installed_version) -> Iterator[tuple[str, str, str]]:
-    """(which two, what happens, what mends it) of the installed versions; version_of(distribution) -> version
-    or None.
-    """
+    """(which two, what happens, what mends it) of the installed versions, or those that version_of gives."""
     for first, second, what, mend in _FOUND:
         names = [Requirement(text) for text in (first, second)]
         if all(_fits(name, version_of(name.name)) for name in names):

@@ -1,8 +1,4 @@
-"""The flags that start a planned job with each framework, and what of the plan a framework cannot do.
-
-tests/patches/test_launch_flags.py parses them with the two Megatrons' own parsers where their checkouts are
-at hand.
-"""
+"""The flags that start a planned job with each framework, and what of the plan a framework cannot do."""
 
 from __future__ import annotations
 
@@ -153,8 +149,7 @@ def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
 
 
 def replicas_of(candidate: Candidate) -> int:
-    """Clusters over which each stage's data-parallel groups lie, in equal parts; 1 where no group crosses, 0
-    where the parts or the stages differ."""
+    """Clusters over which each stage's data-parallel groups lie, in equal parts; 0 where these differ."""
     contents = candidate.placement.stages
     counts = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
     return counts.pop() if len(counts) == 1 else 0

@@ -1,5 +1,4 @@
-"""DeepSpeed's native pipeline checkpoints load only where they were split alike: say so before anything is
-read.
+"""DeepSpeed's native pipeline checkpoints load only where they were split alike: that is said beforehand.
 
     save    beside the tag's files, holmes_split.json: which module starts each stage; `latest` only when
             every rank has written its files (DeepSpeed's rank 0 writes it as soon as its own are: a rank that

@@ -1,8 +1,6 @@
-"""DeepSpeed's pipeline engine without waits for sends, and with as many micro-batches in flight as hide its
-slow edges.
+"""DeepSpeed's pipeline engine without waits for sends, and with micro-batches in flight to hide slow edges.
 
-    stock    TrainSchedule: 1F1B; p2p.send and p2p.recv block, so
-             an edge's time stands between the passes of both ends
+    stock    1F1B (TrainSchedule); p2p.send and p2p.recv block: an edge's time stands between its ends' passes
     here     1F1B with the plan's number of forward passes before a stage's first backward; sends go by
              themselves, receives are posted in advance (runtime/groups/mailbox.py)
 
@@ -104,7 +102,7 @@ def _announce(wrapped, instance, buffer, recv_stage):
     _mailbox.announce((), peer)
     result = wrapped(buffer, recv_stage)
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
-    _mailbox.announce([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], peer)
+    _mailbox.announce([mailbox.form_of(tensor) for tensor in tensors], peer)
     return result
 
 

@@ -7,9 +7,8 @@ keeps in float32.
     ZeRO 3               this rank's partition of each parameter       copied to what is gathered in the next
                                                                        forward; what persists is gathered now
 
-The row is the model's parameters in its own order, so that neither the data-parallel size nor the stage
-matter. A step that overflow skips leaves engine._step_applied false. What is not tried is refused: offload,
-experts, hpZ.
+The row is the model's parameters in its own order: neither data-parallel size nor stage matter. A step that
+overflow skips leaves engine._step_applied false. What is not tried is refused: offload, experts, hpZ.
 """
 
 from __future__ import annotations
@@ -158,11 +157,9 @@ def _written(engine: Any) -> None:
             p.data.copy_(flat.view(p.shape))
 
 
-# Checkpoints: a file for each rank, beside DeepSpeed's own
-
-
 @by_name
 def _save(wrapped, instance, save_dir, tag=None, *rest, **more):
+    """A file for each rank, beside DeepSpeed's own."""
     result = wrapped(save_dir, tag, *rest, **more)
     if (state := training.joined_state_dict()) is not None:
         import torch

@@ -1,5 +1,4 @@
-"""--holmes-profile under DeepSpeed's pipeline engine: which instruction is what, and which module which
-layer.
+"""--holmes-profile under DeepSpeed's pipeline engine: which instruction is what, which module which layer.
 
 The engine's table of instructions is timed in a copy that only the engine measured sees, and only until the
 last step measured. ReduceTiedGrads is always in its schedule: without tied layers the microseconds of nothing

@@ -42,21 +42,16 @@ _overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDict
 
 def unsupported(engine: Any) -> str | None:
     """Why this engine's reduction cannot be overlapped, or None; the same on all ranks."""
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.runtime.pipe.engine import PipelineEngine
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    kind = type(engine.optimizer)
-    known = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer, DeepSpeedZeroOptimizer)
-    plain = engine.optimizer is engine.basic_optimizer
-    zero = engine.optimizer if kind is DeepSpeedZeroOptimizer else None
+    optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
+    known = ("BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer", "DeepSpeedZeroOptimizer")
+    zero = kind == "DeepSpeedZeroOptimizer"
     reasons = {
         f"the engine is a {type(engine).__name__}, whose schedule is its own":
             type(engine) is not PipelineEngine,
         "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
-        f"the optimizer is a {kind.__name__}": not plain and kind not in known,
+        f"the optimizer is a {kind}": optimizer is not engine.basic_optimizer and kind not in known,
         f"ZeRO stage {int(engine.zero_optimization_stage())}": engine.zero_optimization_stage() > 1,
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "expert parallelism": getattr(engine, "_autoep_folding_spec", None) is not None,
@@ -66,7 +61,7 @@ def unsupported(engine: Any) -> str | None:
         "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
         "ZenFlow": ask("zenflow", engine),
         "DeepCompile": ask("deepcompile", engine),
-        "ZeRO 1 accumulates beside the gradients": zero is not None and ask("accumulates_apart", zero),
+        "ZeRO 1 accumulates beside the gradients": zero and ask("accumulates_apart", optimizer),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -108,9 +103,13 @@ class _Overlap:
 
 
 def overlap_of(engine: Any) -> _Overlap | None:
-    """The engine's _Overlap; None where the plan does without, or it cannot be overlapped, which is told."""
+    """The engine's _Overlap, also without a plan; None where the plan's stage does without, or it cannot be
+    overlapped, which is told."""
     if engine not in _overlaps:
-        current, wanted = session.active(), _wanted(engine)
+        current, wanted = session.active(), [engine.is_data_parallel] * engine.num_stages
+        if current is not None and engine.is_data_parallel:
+            stages = current.stages(grid_sizes(current, engine.grid), backend_of())
+            wanted = [way.overlap for way in stages]
         reason = unsupported(engine) if any(wanted) else None
         # the user's own setting wins over auto; where it contradicts "on", ds_config.py has said so before
         if any(wanted) and not reason and current is not None and current.options.overlap == "auto":
@@ -126,14 +125,6 @@ def overlap_of(engine: Any) -> _Overlap | None:
         ours = wanted[engine.stage_id] and not reason
         _overlaps[engine] = _Overlap(weakref.proxy(engine)) if ours else None
     return _overlaps[engine]
-
-
-def _wanted(engine: Any) -> tuple[bool, ...]:
-    """For each stage whether its reduction is to be overlapped, as the plan says; without one every one."""
-    current = session.active()
-    if current is None or not engine.is_data_parallel:
-        return (bool(engine.is_data_parallel),) * engine.num_stages
-    return tuple(way.overlap for way in current.stages(grid_sizes(current, engine.grid), backend_of()))
 
 
 @by_name

@@ -1,7 +1,6 @@
 """Where the steps of DeepSpeed's engines begin and end, and what its groups are for: telemetry, the watchdog
 and the plan that learns look on. A step's messages have all come when it ends (edges.py), so any step may
-begin with another number of micro-batches in flight.
-"""
+begin with another number of micro-batches in flight."""
 
 from __future__ import annotations
 

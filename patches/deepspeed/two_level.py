@@ -13,8 +13,7 @@ keeps the backward pass's inside clusters. One line says what that takes, predic
 Gradients of tied layers (TiedLayerSpec) cross once for a stage instead of once for each of its data-parallel
 ranks, when the engine would reduce them and from where it would:
 
-    engine   _exec_reduce_tied_grads: every rank all-reduces the
-             whole gradient with its twin of the other stage
+    engine   every rank all-reduces the whole gradient with its twin of the other stage
     here     the sum over all ranks of both stages, in two levels, divided by the data-parallel ranks: what
              the average that follows (ReduceGrads) would make of it (runtime/reduce/tied.py)
 """

@@ -59,8 +59,7 @@ class Location:
 
     def __init__(self, patch: Patch):
         """Find the target; Misfit when it is not there. Changes nothing."""
-        self.target = patch.target
-        self.package = patch.module.partition(".")[0]
+        self.target, self.package = patch.target, patch.module.partition(".")[0]
         self.parent, self.name = _locate(patch.module, patch.qualname)
         self.inherited = self.name not in vars(self.parent)
         self.original = _raw(self.parent, self.name)

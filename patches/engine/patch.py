@@ -1,5 +1,4 @@
-"""A patch of a framework: a value that says what to change, where it fits and why. It changes nothing
-itself."""
+"""A patch of a framework: a value that says what to change, where it fits and why."""
 
 import functools
 import importlib.metadata
@@ -45,13 +44,8 @@ def release_of(version: str) -> Version:
 
 class ByVersion:
     """What the versions of one distribution call differently, as a table: a line stands for the release that
-    it names and every later one, up to the next line of that name; the oldest first.
-
-        BY_VERSION = ByVersion("torch", {
-            "parameter groups": (("0", lambda state: ...), ("2.12", lambda state: ...)),
-        })
-        BY_VERSION["parameter groups"](state)
-    """
+    it names and every later one, up to the next line of that name; the oldest first
+    (deepspeed/versions.py)."""
 
     def __init__(self, distribution: str, table: dict[str, tuple[tuple[str, Any], ...]]):
         self._distribution, self._table = distribution, table
@@ -63,8 +57,7 @@ class ByVersion:
 
 @dataclass(frozen=True)
 class Feature:
-    """What patches do together: all are applied, or none. A user calls it `name` (HOLMES_DISABLE,
-    --holmes-require).
+    """What patches do together: all are applied, or none. HOLMES_DISABLE and --holmes-require take its name.
 
     versions    distribution and PEP 440 range, as in "deepspeed>=0.19,<0.20".
     tried       the versions that the feature was run with, at least the oldest and the newest.

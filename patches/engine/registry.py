@@ -1,12 +1,10 @@
-"""The registry: applies the patches of the features that are wanted, undoes them exactly, and says what it
-did.
+"""The registry: applies the patches of wanted features, undoes them exactly, and says what it did.
 
 Features are all or nothing, but the modules they patch are imported one by one, and importing them early
 would change the program. So a feature is judged three times, each time as far as can be known:
 
     enable()                        the installed distribution's version
-    its first module is imported    every patch: version, target, parameters; of modules that are not
-                                    imported yet by reading their source (source.py)
+    its first module is imported    every patch: version, target, parameters; of other modules by source.py
     each further module             the same once more, now on what was really imported
 
 A misfit switches the whole feature off: what it had applied is undone, the reason is kept for statuses(), and
@@ -40,10 +38,8 @@ _UNWANTED = "not enabled"
 
 
 def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> frozenset[str]:
-    """The features that HOLMES_DISABLE=feature,... switches off; "all" stands for every known one.
-
-    HolmesError names an unknown feature and the nearest known one.
-    """
+    """The features that HOLMES_DISABLE=feature,... switches off, "all" for every known one; HolmesError names
+    an unknown one and the nearest known."""
     return _features_named("HOLMES_DISABLE", environ.get("HOLMES_DISABLE", ""), known)
 
 
@@ -109,14 +105,12 @@ class Registry:
                 raise ValueError(f"{name}: {target} is given twice, or in two features of one name")
             progress.patches.append(patch)
 
-    def enable(
-        self, names: Iterable[str], required: bool = False, disabled: frozenset[str] | None = None
-    ) -> None:
+    def enable(self, names: Iterable[str], required: bool = False,
+               disabled: frozenset[str] | None = None) -> None:
         """Apply the patches of these features, now where their modules are imported, else when they are.
 
         required: a misfit raises HolmesError (here or from the import) instead of switching the feature off.
         disabled: features that stay off; by default those in HOLMES_DISABLE.
-        HolmesError names an unknown feature, here or in HOLMES_DISABLE.
         """
         names = list(names)
         disabled = self.switched_off() if disabled is None else disabled

@@ -33,7 +33,8 @@ def source_misfit(patch: Patch) -> str | None:
     spec = find_module(patch.module)
     if spec is None:
         return f"there is no module {patch.module}"
-    source = spec.loader.get_source(patch.module) if hasattr(spec.loader, "get_source") else None
+    get_source = getattr(spec.loader, "get_source", None)
+    source = get_source(patch.module) if get_source is not None else None
     if source is None:
         return None  # an extension module
     node = _parsed(source)
