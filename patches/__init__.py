@@ -1,20 +1,18 @@
 """Patches of the frameworks: the only code that knows their insides.
 
     engine/                         patches as values, the registry, where a patch lands
-    torch/ deepspeed/ megatron/ ... each framework's: features.py says what there is, the versions it was run
-                                    with, the option that asks for it; PATCHES of the modules do it. They
-                                    import it only inside
+    torch/ deepspeed/ megatron/ ... each framework's: features.py says what there is, for which versions and
+                                    options; PATCHES of the modules do it. They import it only inside
 """
 
 import functools
 import importlib
 
-from holmes_ext.patches.engine.patch import Feature, Patch, PatchStatus
+from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.engine.registry import Registry, disabled_features
 
 __all__ = [
-    "Feature", "Patch", "PatchStatus", "Registry", "all_patches", "disabled_features", "installed_versions",
-    "registry",
+    "Feature", "Patch", "Registry", "all_patches", "disabled_features", "installed_versions", "registry",
 ]  # fmt: skip
 
 _MODULES = {

@@ -1,8 +1,4 @@
-"""The flags that start a planned job with each framework, and what of the plan a framework cannot do.
-
-tests/patches/test_launch_flags.py parses them with the two Megatrons' own parsers where their checkouts are
-at hand.
-"""
+"""The flags that start a planned job with each framework, and what of the plan a framework cannot do."""
 
 from __future__ import annotations
 
@@ -50,11 +46,10 @@ def launches(
     overlapped = ["--holmes-overlap", "on" if overlap else "off"]
     lm_flags, lm_lacks = _megatron_lm(candidate, model, global_batch)
     lm_flags += ["--overlap-grad-reduce"] if overlap else []
-    config, lacks = _ds_config(candidate, model, global_batch), _deepspeed_lacks(candidate)
-    extra_config = {}  # read by PipelineModule's user, and by holmes to compare it with the plan
-    if shape.pipeline > 1:
-        interval = int(shape.recompute == "full")
-        extra_config["pipeline"] = {"stages": shape.pipeline, "activation_checkpoint_interval": interval}
+    config, lacks = _ds_config(candidate, model, global_batch), _limited(candidate, "deepspeed")
+    # read by PipelineModule's user, and by holmes to compare it with the plan
+    pipe = {"stages": shape.pipeline, "activation_checkpoint_interval": int(shape.recompute == "full")}
+    extra_config = {"pipeline": pipe} if shape.pipeline > 1 else {}
     ds_flags = ["--deepspeed_config", "ds_config.json", *holmes, "--holmes-sizes"]
     ds_flags += [f"pipeline={shape.pipeline},tensor={shape.tensor}", *overlapped]
     both = [*_megatron_deepspeed(candidate, model, global_batch), *overlapped, *holmes]
@@ -64,8 +59,7 @@ def launches(
         "megatron-deepspeed": Launch(tuple(both), config, lacks),
         "ddp": Launch(tuple(holmes), lacks=_limited(candidate, "ddp")),
         "fsdp2": _fsdp2(candidate, holmes),
-        "torch": Launch(tuple(own_layers), lacks=_limited(candidate, "torch"),
-                        script=_torch_script(candidate)),
+        "torch": Launch(tuple(own_layers), {}, _limited(candidate, "torch"), _torch_script(candidate)),
         "torchtitan": _torchtitan(candidate, global_batch, own_layers),
     }
 
@@ -118,10 +112,8 @@ def _megatron_lm(candidate: Candidate, model: Model, global_batch: int) -> tuple
     if clusters and shape.zero == 1 and len(clusters) == 1 and set(candidate.reductions) == {"two-level"}:
         flags += ["--num-distributed-optimizer-instances", str(clusters.pop())]
     elif clusters:
-        lacks.append(
-            "two-level reduction without the distributed optimizer, or of some stages only (limit "
-            "reduction=flat, or zero=1)"
-        )
+        lacks.append("two-level reduction without the distributed optimizer, or of some stages only (limit "
+                     "reduction=flat, or zero=1)")
     return flags, lacks
 
 
@@ -136,25 +128,14 @@ def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict:
     return config | ({"bf16": {"enabled": True}} if model.activation_width == 2 else {})
 
 
-def _deepspeed_lacks(candidate: Candidate) -> tuple[str, ...]:
-    shape = candidate.shape
-    values = (("virtual", shape.virtual), ("context", shape.context), ("expert", shape.expert))
-    lacks = [f"{name} size {value} (limit {name}=1)" for name, value in values if value > 1]
-    if shape.recompute == "selective":
-        lacks.append("selective recomputation (limit recompute=none,full)")
-    if candidate.placement.sizes.order == PIPELINES_FIRST:
+def _limited(candidate: Candidate, name: str) -> tuple[str, ...]:
+    """What the framework of that name in ENGINES cannot do of the plan's shape and order."""
+    shape, order, limits = candidate.shape, candidate.placement.sizes.order, ENGINES[name].limits
+    lacks = [f"{axis} {value} (limit {axis}={','.join(map(str, limits[axis]))})" for axis in limits
+             if (value := getattr(shape, axis, None)) is not None and value not in limits[axis]]
+    if order == PIPELINES_FIRST and order not in limits.get("order", [order]):
         lacks.append("pipelines one after the other (limit clusters=pipeline)")
     return tuple(lacks)
-
-
-def _limited(candidate: Candidate, name: str) -> tuple[str, ...]:
-    """What a framework cannot do of the plan's shape: "ddp" (DistributedDataParallel: Hugging Face's Trainer,
-    Lightning), "fsdp2", "torch" (torch.distributed.pipelining), "torchtitan"."""
-    shape, limits = candidate.shape, ENGINES[name].limits
-    return tuple(
-        f"{axis} {value} (limit {axis}={','.join(map(str, limits[axis]))})"
-        for axis in limits if (value := getattr(shape, axis, None)) is not None and value not in limits[axis]
-    )  # fmt: skip
 
 
 def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
@@ -168,8 +149,7 @@ def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
 
 
 def replicas_of(candidate: Candidate) -> int:
-    """Clusters over which each stage's data-parallel groups lie, in equal parts; 1 where no group crosses, 0
-    where the parts or the stages differ."""
+    """Clusters over which each stage's data-parallel groups lie, in equal parts; 0 where these differ."""
     contents = candidate.placement.stages
     counts = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
     return counts.pop() if len(counts) == 1 else 0
@@ -177,8 +157,9 @@ def replicas_of(candidate: Candidate) -> int:
 
 def schedule_of(candidate: Candidate) -> str:
     """torch.distributed.pipelining's."""
-    return ("LoopedBFS" if candidate.breadth_first else "Interleaved1F1B" if candidate.shape.virtual > 1
-            else "1F1B")
+    if candidate.breadth_first:
+        return "LoopedBFS"
+    return "Interleaved1F1B" if candidate.shape.virtual > 1 else "1F1B"
 
 
 def _torch_script(candidate: Candidate) -> str:
@@ -202,28 +183,25 @@ def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> L
         if not replicas or shape.data % replicas:
             lacks.append(
                 "two-level reduction over unequal clusters, or of some stages only (limit reduction=flat)")
-    if candidate.placement.sizes.order == PIPELINES_FIRST:
-        lacks.append("pipelines one after the other (limit clusters=pipeline)")
-    degrees = {
-        "data_parallel_replicate": replicas, "data_parallel_shard": shape.data // max(1, replicas),
-        "tensor_parallel": shape.tensor, "context_parallel": shape.context, "expert_parallel": shape.expert,
-        "pipeline_parallel": shape.pipeline,
+    parallelism: dict[str, object] = {
+        "data_parallel_replicate_degree": replicas,
+        "data_parallel_shard_degree": shape.data // max(1, replicas),
+        "tensor_parallel_degree": shape.tensor, "context_parallel_degree": shape.context,
+        "expert_parallel_degree": shape.expert, "pipeline_parallel_degree": shape.pipeline,
+        "fsdp_reshard_after_forward": "always" if shape.zero == 3 else "never",
     }  # fmt: skip
-    flags = [text for name, value in degrees.items() for text in (f"--parallelism.{name}_degree", str(value))]
-    split, script, pipe = candidate.split, "", {}
+    split, script, local = candidate.split, "", shape.micro_batch
     if shape.pipeline > 1:
+        local *= shape.micro_batches
         pipe = {"schedule": schedule_of(candidate), "microbatch_size": shape.micro_batch}
         if len(set(split)) > 1:
-            script = (f"module_fqns_per_model_part in its config: {' '.join(map(str, split))} layers in the "
-                      f"stages")
+            layers = " ".join(map(str, split))
+            script = f"module_fqns_per_model_part in its config: {layers} layers in the stages"
         else:
-            ends = {"first_stage_less_layers": 0, "last_stage_less_layers": 0}
-            pipe |= {"layers_per_stage": split[0] // shape.virtual, **ends}
-    flags += [text for name, value in pipe.items()
-              for text in (f"--parallelism.pipeline_parallel_{name}", str(value))]
-    reshard = "always" if shape.zero == 3 else "never"
-    flags += ["--parallelism.fsdp_reshard_after_forward", reshard]
-    local = shape.micro_batch * (shape.micro_batches if shape.pipeline > 1 else 1)
+            pipe["layers_per_stage"] = split[0] // shape.virtual
+            pipe |= {"first_stage_less_layers": 0, "last_stage_less_layers": 0}
+        parallelism |= {f"pipeline_parallel_{name}": value for name, value in pipe.items()}
+    flags = [text for name, value in parallelism.items() for text in (f"--parallelism.{name}", str(value))]
     flags += ["--training.local_batch_size", str(local), "--training.global_batch_size", str(global_batch)]
     return Launch((*flags, *holmes), lacks=tuple(lacks), script=script)
 

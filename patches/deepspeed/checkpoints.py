@@ -1,5 +1,4 @@
-"""DeepSpeed's native pipeline checkpoints load only where they were split alike: say so before anything is
-read.
+"""DeepSpeed's native pipeline checkpoints load only where they were split alike: that is said beforehand.
 
     save    beside the tag's files, holmes_split.json: which module starts each stage; `latest` only when
             every rank has written its files (DeepSpeed's rank 0 writes it as soon as its own are: a rank that
@@ -10,7 +9,6 @@ read.
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,38 +17,12 @@ from typing import Any
 from holmes_ext.document import write_whole
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches.deepspeed.features import CHECKPOINTS
-from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent
+from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent, stock_parts
 from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, whole, with_session
 
 SPLIT = "holmes_split.json"
-#: PipelineModule -> the partition_method that it was made with.
-_methods: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-@by_name
-def _remember_method(wrapped, instance, method="uniform"):
-    """_partition_layers, which is the only place that is told the method and does not keep it."""
-    _methods[instance] = method.lower() if isinstance(method, str) else method
-    return wrapped(method)
-
-
-def stock_parts(module: Any) -> list[int]:
-    """The first module of each stage, and the end, as PipelineModule._partition_layers chooses them."""
-    from deepspeed.runtime import utils
-
-    method, count = _methods[module], len(module._layer_specs)
-    if not isinstance(method, str) or method[:1].isdecimal():  # the script's own borders (partition.py)
-        return list(module.parts)
-    if method == "uniform":
-        return list(utils.partition_uniform(num_items=count, num_parts=module.num_stages))
-    if method == "parameters":
-        weights = module._count_layer_params()
-    else:
-        chosen = set(module._find_layer_type(method.partition(":")[2]))
-        weights = [int(index in chosen) for index in range(count)]
-    return list(utils.partition_balanced(weights=weights, num_parts=module.num_stages))
 
 
 @with_session
@@ -103,24 +75,23 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
             way_out = "remove it if the checkpoint's split is stock DeepSpeed's"
             raise HolmesError(f"{record}: damaged; {way_out}") from None
     files = len(list(folder.glob("mp_rank_*_model_states.pt")))  # one for each stage and tensor rank
-    same_sizes = files == module.num_stages * tensor
-    return Split(tuple(stock_parts(module)), tensor) if same_sizes else Split((), 0, files)
+    if files != module.num_stages * tensor:
+        return Split((), 0, files)
+    return Split(tuple(map(int, stock_parts.get(module, module.parts))), tensor)
 
 
 def ways_out(folder: Path, saved: Split, here: Split, module: Any) -> str:
     """What the user can do: the same split again, where the sizes allow it; the universal checkpoint, where
     there is something to convert."""
-    ways = []
-    if (len(saved.parts), saved.tensor) == (len(here.parts), here.tensor):
-        if layers := layers_of(module, saved.parts):
-            ways.append(f"resume with --holmes-partition {','.join(map(str, layers))}")
+    ways, same_sizes = [], (len(saved.parts), saved.tensor) == (len(here.parts), here.tensor)
+    if same_sizes and (layers := layers_of(module, saved.parts)):
+        ways.append(f"resume with --holmes-partition {','.join(map(str, layers))}")
     if any(folder.glob("*zero_pp_rank_*_optim_states.pt")):
         ways.append(
             f"convert it once: python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder}"
             f" --output_folder {folder}_universal, with --inject_missing_state where the program is not"
             " Megatron-DeepSpeed, then load with --universal-checkpoint (load_universal in ds_config's "
-            "'checkpoint')"
-        )
+            "'checkpoint')")
     else:
         ways.append("it cannot be converted, having no ZeRO files: save with ZeRO 1 or bf16, or take the "
                     "weights alone (--finetune)")  # fmt: skip
@@ -156,15 +127,11 @@ def _refuse_other_split(current, wrapped, instance, args, kwargs):
         if saved != here:
             raise HolmesError(
                 f"{folder} was saved with {saved}, this job has {here}, and DeepSpeed's native checkpoints "
-                f"do not load under another split; {ways_out(folder, saved, here, module)}"
-            )
+                f"do not load under another split; {ways_out(folder, saved, here, module)}")
     return wrapped(*args, **kwargs)
 
 
 PATCHES = (
-    Patch(CHECKPOINTS, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-          "stock's own split of a model must be known to tell whether a checkpoint of stock fits",
-          _remember_method),
     Patch(CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
           "native checkpoints do not say how they are split; rank 0 names one in `latest` while others still "
           "write it", _save_whole),

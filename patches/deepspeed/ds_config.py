@@ -17,8 +17,7 @@ FLAGS = ("--deepspeed_config", "--deepspeed-config")  # deepspeed.add_config_arg
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A ds_config file: its path as given, content, and digest (empty content and digest where it could not
-    be read: DeepSpeed says why)."""
+    """A ds_config file; content and digest are empty where it could not be read: DeepSpeed says why."""
 
     path: str
     content: dict[str, Any]
@@ -52,11 +51,8 @@ def checked(config: DsConfig, current: Session) -> list[str]:
 
 
 def check(config: DsConfig, plan: Plan, overlap: str | None = None) -> list[str]:
-    """Lines for the user about settings that have no effect under the plan.
-
-    overlap: "on" or "off" where the user gave --holmes-overlap. HolmesError names file and key when a setting
-    contradicts the plan.
-    """
+    """Lines for the user about settings that have no effect under the plan; HolmesError names file and key of
+    one that contradicts it. overlap: "on" or "off" where the user gave --holmes-overlap."""
     pipeline = plan.sizes.pipeline if plan.sizes else 1
     settings = config.content.get("pipeline")
     settings = settings if isinstance(settings, dict) else {}

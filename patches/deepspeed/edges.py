@@ -1,19 +1,14 @@
-"""DeepSpeed's pipeline engine without waits for sends, and with as many micro-batches in flight as hide its
-slow edges.
+"""DeepSpeed's pipeline engine without waits for sends, and with micro-batches in flight to hide slow edges.
 
-    stock    TrainSchedule: 1F1B; p2p.send and p2p.recv block, so
-             an edge's time stands between the passes of both ends
+    stock    1F1B (TrainSchedule); p2p.send and p2p.recv block: an edge's time stands between its ends' passes
     here     1F1B with the plan's number of forward passes before a stage's first backward; sends go by
              themselves, receives are posted in advance (runtime/groups/mailbox.py)
 
              stage 0  F F F B F B F B ...   an edge of half a stage's time, there and back, is hidden with one
              stage 1      F B F B F B ...   micro-batch more in flight (plan/cost/pipeline.py: in_flight)
 
-The passes of a stage run their micro-batches in the same order as before, so that gradients are summed as
-before.
-
-The first step runs the engine's own schedule: it shows what messages come, of which receives are posted from
-then on.
+The passes of a stage run their micro-batches in the same order as before, so gradients are summed as before.
+The first step runs the engine's own schedule, to learn what messages come.
 
 Why no rank waits for ever: stage s holds at most k[s] micro-batches, k[s] >= k[s + 1]. Its backward of
 micro-batch m needs that of the next stage, which comes right after that stage's forward of m + k[s + 1] - 1,
@@ -31,12 +26,11 @@ from itertools import accumulate
 from typing import Any
 
 from holmes_ext.patches.deepspeed.features import EDGES
-from holmes_ext.patches.deepspeed.p2p import engine_sizes, messages, over
+from holmes_ext.patches.deepspeed.p2p import grid_sizes, messages, over
 from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.passes.schedule import before
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import tell
@@ -108,7 +102,7 @@ def _announce(wrapped, instance, buffer, recv_stage):
     _mailbox.announce((), peer)
     result = wrapped(buffer, recv_stage)
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
-    _mailbox.announce([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], peer)
+    _mailbox.announce([mailbox.form_of(tensor) for tensor in tensors], peer)
     return result
 
 
@@ -202,25 +196,21 @@ def _schedule_class() -> type:
     return PlannedSchedule
 
 
-def _planned_for(engine: Any) -> Flight | None:
-    """The order of passes as the plan has it now; None where the engine's own schedule runs."""
-    current = session.active()
-    if current is None or _mailbox is None or engine.num_stages == 1:
-        return None
-    flight = flight_of(current.plan_for(engine_sizes(current, engine)), network_api_of(backend_of()))
-    if reason := unsupported(engine, flight) if flight else None:
-        text = f"DeepSpeed's own pipeline schedule is used: {reason}"
-        tell(current, text, once=text)
-    return None if reason else flight
-
-
+@with_session
 @by_name
-def _exec_schedule(wrapped, instance, pipe_schedule):
-    """Of training, in our order; messages through the mailbox, all gone at its end."""
+def _exec_schedule(current, wrapped, instance, pipe_schedule):
+    """Of training, in the plan's order; messages through the mailbox, all gone at its end."""
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    planned = _planned_for(instance) if type(pipe_schedule) is TrainSchedule else None
-    if _mailbox is None or planned is None:
+    if _mailbox is None or instance.num_stages == 1 or type(pipe_schedule) is not TrainSchedule:
+        return wrapped(pipe_schedule)
+    plan = current.plan_for(grid_sizes(current, instance.grid))
+    planned = flight_of(plan, network_api_of(backend_of()))
+    reason = unsupported(instance, planned) if planned else None
+    if reason:
+        text = f"DeepSpeed's own pipeline schedule is used: {reason}"
+        tell(current, text, once=text)
+    if reason or not planned:
         return wrapped(pipe_schedule)
     if not _mailbox.knows:
         _mailbox.listen()

@@ -32,11 +32,8 @@ DEEPSPEED = EngineTraits(
     scatters=False, resplits=False,
     features={
         "overlap": (OVERLAP.name,), "two-level": (TWO_LEVEL.name,), "tied": (TIED.name,),
-        "in-flight": (EDGES.name,), "narrow": (NARROW.name,),
-        "passes": (EDGES.name,),
+        "in-flight": (EDGES.name,), "narrow": (NARROW.name,), "passes": (EDGES.name,),
     },
-    limits={
-        **dict.fromkeys(("virtual", "context", "expert", "replicas"), (1,)), "recompute": ("none", "full"),
-        "order": (DEFAULT_ORDER,),
-    },
+    limits={**dict.fromkeys(("virtual", "context", "expert", "replicas"), (1,)),
+            "recompute": ("none", "full"), "order": (DEFAULT_ORDER,)},
 )  # fmt: skip

@@ -1,10 +1,8 @@
-"""Where DeepSpeed's optimizers read their gradients: what patches/deepspeed/reduce.py reduces, and how it
-must divide.
+"""Where DeepSpeed's optimizers read their gradients: what reduce.py reduces, and how it must divide.
 
     ZeRO 0           .grad
     BF16_Optimizer   its high-precision buffer, into which every micro-batch's .grad is folded
-    ZeRO 1           the accumulated gradient; its own reduce_gradients
-                     then puts the partition together, unsent
+    ZeRO 1           the accumulated gradient; its reduce_gradients then puts the partition together, unsent
 """
 
 from __future__ import annotations
@@ -18,11 +16,8 @@ from holmes_ext.patches.deepspeed.versions import ask
 
 def gradients_of(engine: Any) -> PlainGradients:
     """Of the engine's optimizer."""
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    kinds = {BF16_Optimizer: Bf16Gradients, DeepSpeedZeroOptimizer: ZeroGradients}
-    return kinds.get(type(engine.optimizer), PlainGradients)(engine)
+    kinds = {"BF16_Optimizer": Bf16Gradients, "DeepSpeedZeroOptimizer": ZeroGradients}
+    return kinds.get(type(engine.optimizer).__name__, PlainGradients)(engine)
 
 
 class PlainGradients:
@@ -31,14 +26,12 @@ class PlainGradients:
     def __init__(self, engine: Any):
         self.engine, self.optimizer = engine, engine.optimizer
         self.communication_dtype = engine.communication_data_type
-        # by id: the optimizer's parameters, where stock reduces no others
-        self.given: dict[int, Any] | None = None
+        self.given: Any = None  # by id: the optimizer's parameters, where stock reduces no others
 
     def gradient(self, parameter: Any) -> Any:
         return parameter.grad
 
     def reduces(self, parameter: Any) -> bool:
-        """Whether stock reduces this one."""
         return self.given is None or id(parameter) in self.given
 
     def predivide(self, ranks: int) -> float:
@@ -61,15 +54,9 @@ class PlainGradients:
 
 
 class Bf16Gradients(PlainGradients):
-    """BF16_Optimizer: each micro-batch's .grad is folded into a high-precision buffer, which is what is
-    reduced.
-
-    Stock folds after a backward pass, in update_hp_grads (or, with immediate_grad_update, in a hook before
-    ours). In the last one each parameter is folded when its bucket leaves, once, and update_hp_grads finds
-    nothing to do.
-    """
-
-    given: dict[int, tuple[int, int]]
+    """BF16_Optimizer: stock folds .grad after a backward pass, in update_hp_grads (or, with
+    immediate_grad_update, in a hook before ours). In the last one each parameter is folded when its bucket
+    leaves, once, and update_hp_grads finds nothing to do."""
 
     def __init__(self, engine: Any):
         super().__init__(engine)
@@ -104,8 +91,6 @@ class Bf16Gradients(PlainGradients):
 
 class ZeroGradients(PlainGradients):
     """ZeRO 1: reduced in place where the optimizer collects its partition from."""
-
-    given: dict[int, int]
 
     def __init__(self, engine: Any):
         super().__init__(engine)

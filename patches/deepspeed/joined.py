@@ -7,9 +7,8 @@ keeps in float32.
     ZeRO 3               this rank's partition of each parameter       copied to what is gathered in the next
                                                                        forward; what persists is gathered now
 
-The row is the model's parameters in its own order, so that neither the data-parallel size nor the stage
-matter. A step that overflow skips leaves engine._step_applied false. What is not tried is refused: offload,
-experts, hpZ.
+The row is the model's parameters in its own order: neither data-parallel size nor stage matter. A step that
+overflow skips leaves engine._step_applied false. What is not tried is refused: offload, experts, hpZ.
 """
 
 from __future__ import annotations
@@ -52,7 +51,13 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
     )  # fmt: skip
 
 
+#: DeepSpeed's optimizers around a torch optimizer that are known here.
+_KINDS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer")
+
+
 def refusal(engine: Any, settings: OuterSettings) -> str | None:
+    from torch.optim import Optimizer
+
     optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
     if engine.has_moe_layers:
         return "experts are not supported"
@@ -60,7 +65,7 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
         return "offloaded optimizer states and parameters are not supported"
     if engine.zero_hpz_partition_size() > 1:
         return "hpZ (zero_hpz_partition_size) is not supported"
-    if not hasattr(optimizer, "param_groups") or not _is_plain(optimizer) and kind not in _KINDS:
+    if not hasattr(optimizer, "param_groups") or not isinstance(optimizer, Optimizer) and kind not in _KINDS:
         return f"its optimizer {kind} is not supported"
     return training.refusal_of_copies(settings, _sizes(engine),
                                       bool(getattr(engine.module, "tied_comms", None)))
@@ -129,16 +134,6 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
                     yield p, 0, p.detach().view(-1)
 
 
-#: DeepSpeed's optimizers around a torch optimizer that are known here.
-_KINDS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer")
-
-
-def _is_plain(optimizer: Any) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(optimizer, Optimizer)
-
-
 def _cut(group: list[Any], offsets: list[int], flat: Any, begin: int) -> Iterator[tuple[Any, int, Any]]:
     """flat: elements [begin, begin + its length) of the group in which parameters stand at `offsets`."""
     for p, offset in zip(group, offsets):
@@ -162,11 +157,9 @@ def _written(engine: Any) -> None:
             p.data.copy_(flat.view(p.shape))
 
 
-# Checkpoints: a file for each rank, beside DeepSpeed's own
-
-
 @by_name
 def _save(wrapped, instance, save_dir, tag=None, *rest, **more):
+    """A file for each rank, beside DeepSpeed's own."""
     result = wrapped(save_dir, tag, *rest, **more)
     if (state := training.joined_state_dict()) is not None:
         import torch

@@ -30,8 +30,7 @@ _pairs: dict[int, object] = {}
 @with_session
 @by_name
 def _make_pair_groups(current, wrapped, instance, grid):
-    """After DeepSpeed's own set-up: the pairs of neighbours that the plan gives a group of their own; none
-    where edges.py has groups for them."""
+    """The pairs of neighbours that the plan gives a group; none where edges.py has groups for them."""
     import torch.distributed as dist
 
     result, network_api = wrapped(grid), network_api_of(backend_of())
@@ -71,7 +70,6 @@ def over(group: Any, direction: str, tensor: Any, stage: int) -> Any:
 
 
 def _over_pair_group(direction, stock, tensor, stage, async_op):
-    """Over the pair's group where it has one."""
     if _pairs and session.active() is not None and not async_op:
         from deepspeed.runtime.pipe import p2p
 
@@ -81,23 +79,19 @@ def _over_pair_group(direction, stock, tensor, stage, async_op):
     return stock(tensor, stage, async_op)
 
 
-def grid_sizes(current: session.Session, pipeline: int, tensor: int) -> Sizes:
+def grid_sizes(current: session.Session, grid: Any) -> Sizes:
     """Complete sizes of DeepSpeed's grid, which has no axis for context and experts."""
-    planned = current.plan.sizes
+    planned, pipeline, tensor = current.plan.sizes, grid.pipe_parallel_size, grid.model_parallel_size
     if planned is not None and (planned.pipeline, planned.tensor) == (pipeline, tensor):
         return planned
     return Sizes(pipeline=pipeline, tensor=tensor).complete(current.plan.world_size)
-
-
-def engine_sizes(current: session.Session, engine: Any) -> Sizes:
-    return grid_sizes(current, engine.num_stages, engine.grid.get_slice_parallel_world_size())
 
 
 @with_session
 def _check_grid(current, wrapped, instance, args, kwargs):
     """Once the real sizes are known."""
     result = wrapped(*args, **kwargs)
-    check_grid(current, grid_sizes(current, instance.pipe_parallel_size, instance.model_parallel_size))
+    check_grid(current, grid_sizes(current, instance))
     return result
 
 

@@ -4,9 +4,8 @@
     plan            stage_layers (3, 1):            block block block | block
     parts           0 .................................................. 6 ............. 9
 
-The plan counts transformer blocks, PipelineModule counts specs. Blocks are the specs of the class that
-repeats most; what stands before the first goes to the first stage, what stands after the last to the last
-stage, what stands between two goes with the first of them.
+The plan counts transformer blocks: specs of the class that repeats most. What stands before the first goes to
+the first stage, after the last to the last stage, between two with the first of them.
 
 A list of borders (specs, as in module.parts) is taken as partition_method too, [0, 6, 9] or "0,6,9":
 DeepSpeed lacks it (deepspeedai/DeepSpeed#2974). It is the script's own choice, and wins over a plan.
@@ -17,6 +16,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +28,8 @@ from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
 
 _LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")
+#: PipelineModule -> DeepSpeed's own borders, where the plan's have taken their place.
+stock_parts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 
 def class_name(spec: Any) -> str | None:
@@ -63,7 +65,7 @@ def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source:
 def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
     """The user's own borders; HolmesError when they are not 0 < ... < specs, one more than stages."""
     problem = ""
-    if not all(isinstance(border, int) and not isinstance(border, bool) for border in borders):
+    if not all(type(border) is int for border in borders):
         problem = "the borders must be whole numbers"
     elif len(borders) != stages + 1:
         problem = f"{len(borders)} borders for {stages} stages; give {stages + 1}, from 0 to {specs}"
@@ -84,22 +86,22 @@ def _partition_layers(wrapped, instance, method="uniform"):
         borders = check_borders(method, len(specs), stages)
         result, what = wrapped("uniform"), "the script's borders"
     else:
-        result, borders = wrapped(method), None
-        current = session.active()
-        if current is not None and current.plan.stage_layers:
-            plan = current.plan
-            if len(plan.stage_layers) != stages:
-                key = f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages"
-                raise HolmesError(f"{key}, but the module has {stages}; make the plan for this pipeline size")
-            borders = borders_of([class_name(spec) for spec in specs], plan.stage_layers, plan.source)
-            what = f"{plan.partition} partition, {'+'.join(map(str, plan.stage_layers))} blocks"
-    if borders is not None:
-        stage = instance._topo.get_coord(instance.global_rank).pipe
-        instance.parts = borders
-        instance._set_bounds(start=borders[stage], stop=borders[stage + 1])
-        if instance.global_rank == 0:
-            begins = ", ".join(map(str, borders[:-1]))
-            print(f"holmes: stages begin at layers {begins} of {len(specs)} ({what})", file=sys.stderr)
+        result, current = wrapped(method), session.active()
+        if current is None or not current.plan.stage_layers:
+            return result
+        plan = current.plan
+        if len(plan.stage_layers) != stages:
+            key = f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages"
+            raise HolmesError(f"{key}, but the module has {stages}; make the plan for this pipeline size")
+        borders = borders_of([class_name(spec) for spec in specs], plan.stage_layers, plan.source)
+        what = f"{plan.partition} partition, {'+'.join(map(str, plan.stage_layers))} blocks"
+        stock_parts[instance] = instance.parts
+    stage = instance._topo.get_coord(instance.global_rank).pipe
+    instance.parts = borders
+    instance._set_bounds(start=borders[stage], stop=borders[stage + 1])
+    if instance.global_rank == 0:
+        begins = ", ".join(map(str, borders[:-1]))
+        print(f"holmes: stages begin at layers {begins} of {len(specs)} ({what})", file=sys.stderr)
     return result
 
 

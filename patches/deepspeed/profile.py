@@ -1,5 +1,4 @@
-"""--holmes-profile under DeepSpeed's pipeline engine: which instruction is what, and which module which
-layer.
+"""--holmes-profile under DeepSpeed's pipeline engine: which instruction is what, which module which layer.
 
 The engine's table of instructions is timed in a copy that only the engine measured sees, and only until the
 last step measured. ReduceTiedGrads is always in its schedule: without tied layers the microseconds of nothing
@@ -63,19 +62,12 @@ def _install(engine: Any, steps: int) -> Profiler:
     prof = profiler(steps)
     prof.watch([(label, layer) for label, layer in own_layers(engine.module) if isinstance(layer, Module)])
 
-    def timed(kind: str, function: Any) -> Any:
-        def call(self, *args, **kwargs):
-            with prof.span(kind):
-                return function(self, *args, **kwargs)
-
-        return call
-
     kinds = {name: kind for name, kind in KINDS.items() if kind != "tied" or engine.module.tied_comms}
-    engine._INSTRUCTION_MAP = {
-        instruction: timed(kinds[instruction.__name__], function) if instruction.__name__ in kinds
-        else function
-        for instruction, function in type(engine)._INSTRUCTION_MAP.items()
-    }
+    engine._INSTRUCTION_MAP = dict(type(engine)._INSTRUCTION_MAP)
+    for instruction, function in type(engine)._INSTRUCTION_MAP.items():
+        if instruction.__name__ in kinds:
+            timed = prof.span(kinds[instruction.__name__])  # as a decorator: a new span in every call
+            engine._INSTRUCTION_MAP[instruction] = timed(function)
     return prof
 
 

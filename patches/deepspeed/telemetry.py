@@ -1,8 +1,6 @@
 """Where the steps of DeepSpeed's engines begin and end, and what its groups are for: telemetry, the watchdog
 and the plan that learns look on. A step's messages have all come when it ends (edges.py), so any step may
-begin with another number of micro-batches in flight; a stage's passes run theirs in the same order, and
-gradients are summed as before.
-"""
+begin with another number of micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
 from holmes_ext.patches.deepspeed.edges import unsupported
 from holmes_ext.patches.deepspeed.features import ADAPT, EDGES, TELEMETRY
-from holmes_ext.patches.deepspeed.p2p import engine_sizes
+from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.deepspeed.profile import gradient_bytes, own_layers
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, inside, with_session
@@ -84,7 +82,7 @@ def _exec_schedule(current, wrapped, instance, pipe_schedule):
 
     network_api = network_api_of(backend_of()) if registry().is_on(EDGES.name) else ""
     if network_api and type(pipe_schedule) is TrainSchedule and not unsupported(instance):
-        sizes = engine_sizes(current, instance)
+        sizes = grid_sizes(current, instance.grid)
         # else it has no number in flight to change
         if not current.plan_for(sizes).traffic_of(network_api).passes:
             begin_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))

@@ -5,22 +5,17 @@
     ZeRO 1 and 2           DeepSpeedZeroOptimizer's, an all-reduce too (0.19.8)           yes
     ZeRO 3                 reduce_scatter_coalesced, one partition for each rank          no
 
-Which gradients travel together, when (ZeRO 2 and overlap_comm: in hooks of the backward pass), in which dtype
-and divided by what stays DeepSpeed's; only the sum of a bucket takes another way. ZeRO 3 keeps stock
-collectives: it gathers every layer's parameters over the whole group in each forward and backward pass, twice
-the bytes of its gradients, which no way to sum gradients mends; zero_hpz_partition_size (ZeRO++) keeps the
-backward pass's inside clusters. One line says what that takes, predicted.
+Which gradients travel together, when, in which dtype and divided by what stays DeepSpeed's; only the sum of a
+bucket takes another way. ZeRO 3 keeps stock collectives: it gathers every layer's parameters over the whole
+group in each forward and backward pass, twice the bytes of its gradients; zero_hpz_partition_size (ZeRO++)
+keeps the backward pass's inside clusters. One line says what that takes, predicted.
 
 Gradients of tied layers (TiedLayerSpec) cross once for a stage instead of once for each of its data-parallel
-ranks:
+ranks, when the engine would reduce them and from where it would:
 
-    engine   _exec_reduce_tied_grads: every rank all-reduces the
-             whole gradient with its twin of the other stage
+    engine   every rank all-reduces the whole gradient with its twin of the other stage
     here     the sum over all ranks of both stages, in two levels, divided by the data-parallel ranks: what
              the average that follows (ReduceGrads) would make of it (runtime/reduce/tied.py)
-
-The engine's order stays: after the stage's last backward pass, before its reduction. Which gradient is summed
-(.grad, BF16_Optimizer's buffer) stays its choice. Megatron-DeepSpeed's pipeline is this engine.
 """
 
 from __future__ import annotations
@@ -31,9 +26,9 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import TIED, TWO_LEVEL
-from holmes_ext.patches.deepspeed.p2p import engine_sizes
+from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import Running, with_session
 from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
@@ -42,29 +37,15 @@ from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
 
-#: How many of the averaging methods are on the stack: only their all-reduces are gradients.
-_averaging = 0
+#: Methods that tell what the all-reduces inside them are of: a bucket of gradients, tied gradients.
+_averaging, _reducing_tied = Running(), Running()
 #: group -> how it reduces; group -> its two-level all-reduce.
-_ways: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-#: The engine that sums tied gradients now.
-_engine: Any = None
-
-
-def _average(wrapped, instance, args, kwargs):
-    """An averaging method: the all-reduces inside it are of gradients."""
-    global _averaging
-    _averaging += 1
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        _averaging -= 1
+_ways, _made = weakref.WeakKeyDictionary[Any, Any](), weakref.WeakKeyDictionary[Any, Any]()
 
 
 def _all_reduce(wrapped, instance, args, kwargs):
     """deepspeed.comm.all_reduce: in two levels for gradients of a group where that is faster."""
-    if not _averaging or session.active() is None:
+    if not _averaging.instances or session.active() is None:
         return wrapped(*args, **kwargs)
     import torch.distributed as dist
 
@@ -112,7 +93,7 @@ def _two_level(group: Any, size: int) -> Any:
 
 @with_session
 def _tell_stage_3(current, wrapped, instance, args, kwargs):
-    """ZeRO 3 over clusters: say once what its collectives, which stay DeepSpeed's own, take."""
+    """ZeRO 3 over clusters: say once what DeepSpeed's collectives take."""
     result = wrapped(*args, **kwargs)
     if instance.zero_optimization_stage() == 3:
         tell(current, _stage_3(current, instance))
@@ -141,25 +122,16 @@ def _stage_3(current: session.Session, engine: Any) -> str:
             f" {sharded_seconds(plan, ranks, once, network_api):.3g} s; ZeRO 1 and 2 send less still")
 
 
-def _reduce_tied(wrapped, instance, args, kwargs):
-    """_exec_reduce_tied_grads: the all-reduces inside it are of tied gradients."""
-    global _engine
-    _engine = instance
-    try:
+@with_session
+def _all_reduce_tied(current, wrapped, instance, args, kwargs):
+    """deepspeed.comm.all_reduce, of tied gradients."""
+    if not _reducing_tied.instances:
         return wrapped(*args, **kwargs)
-    finally:
-        _engine = None
-
-
-def _all_reduce_tied(wrapped, instance, args, kwargs):
-    """deepspeed.comm.all_reduce, in _reduce_tied."""
-    current, given = session.active(), _given(args, kwargs)
-    if _engine is None or current is None:
-        return wrapped(*args, **kwargs)
-    tensor, group = given["tensor"], given.get("group")
     from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
 
-    tied_sum = tied_sum_of(group, engine_sizes(current, _engine), tensor.device.type)
+    given, sizes = _given(args, kwargs), grid_sizes(current, _reducing_tied.instances[-1].grid)
+    tensor = given["tensor"]
+    tied_sum = tied_sum_of(given.get("group"), sizes, tensor.device.type)
     if tied_sum is None or not tied_sum.takes(tensor):
         return wrapped(*args, **kwargs)
     tied_sum(tensor, tied_sum.twins)
@@ -171,13 +143,13 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PATCHES = (
     Patch(TWO_LEVEL, "deepspeed.comm.comm:all_reduce",
           "the sum of a bucket of gradients, for a group that straddles clusters", _all_reduce),
-    *(Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _average)
+    *(Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _averaging)
       for target in (f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket",
                      f"{_ZERO}.gradient_reduction_w_predivide")),
     Patch(TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer",
           "says that ZeRO 3 over several clusters is not helped", _tell_stage_3),
     Patch(TIED, "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_tied_grads",
-          "tells the all-reduces of tied gradients from others", _reduce_tied,
+          "tells the all-reduces of tied gradients from others", _reducing_tied,
           rebind=("deepspeed.runtime.pipe.engine:PipelineEngine._INSTRUCTION_MAP[ReduceTiedGrads]",)),
     Patch(TIED, "deepspeed.comm.comm:all_reduce",
           "every data-parallel rank would send the whole gradient to another cluster", _all_reduce_tied),

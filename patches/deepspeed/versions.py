@@ -1,5 +1,4 @@
-"""What DeepSpeed's versions call differently: one table, asked by name. All else that holmes uses is
-alike."""
+"""What DeepSpeed's versions call differently: one table. All else that holmes uses is alike."""
 
 from __future__ import annotations
 
@@ -20,12 +19,7 @@ def offsets(group: list[Any]) -> list[int]:
     return [end - p.numel() for p, end in zip(group, accumulate(p.numel() for p in group))]
 
 
-def _one_after_the_other(zero: Any) -> list[list[int]]:
-    return list(map(offsets, zero.round_robin_bit16_groups))
-
-
-def _never(_: Any) -> bool:
-    return False
+_NEVER = ("0", lambda _: False)
 
 
 def _compact(zero: Any) -> bool:
@@ -35,22 +29,24 @@ def _compact(zero: Any) -> bool:
 #: How an engine or optimizer answers.
 _TABLE = ByVersion("deepspeed", {
     # of an engine
-    "dynamic_shape": (("0", _never), ("0.15.0", lambda engine: engine.dynamic_shape)),
-    "deepcompile": (("0", _never), ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
-    "torch_autocast": (("0", _never), ("0.17.2", lambda engine: engine.torch_autocast_enabled())),
-    "zenflow": (("0", _never), ("0.17.5", lambda engine: bool(engine.zenflow))),
+    "dynamic_shape": (_NEVER, ("0.15.0", lambda engine: engine.dynamic_shape)),
+    "deepcompile": (_NEVER, ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
+    "torch_autocast": (_NEVER, ("0.17.2", lambda engine: engine.torch_autocast_enabled())),
+    "zenflow": (_NEVER, ("0.17.5", lambda engine: bool(engine.zenflow))),
     "immediate_grad_update": (
         ("0", lambda engine: engine._config.bfloat16_immediate_grad_update),
         ("0.17.1", lambda engine: engine._config.bfloat16_config.immediate_grad_update),
     ),
-    "decoupled_checkpoint": (("0", _never),
-                             ("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled())),
+    "decoupled_checkpoint": (_NEVER, ("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled())),
     # of ZeRO's optimizer (stages 1 and 2): whether get_gradient_for_reduction gives a copy, or gradients that
     # lie in another buffer than the one that is reduced
     "accumulates_apart": (("0", lambda zero: zero.use_grad_accum_attribute), ("0.19.8", _compact)),
     # where each group's parameters stand in it, aligned for some partitions since 0.19.7
-    "offsets": (("0", _one_after_the_other), ("0.19.7", lambda zero: zero.round_robin_bit16_offsets)),
-    "muon": (("0", _never), ("0.17.6", _muon)),
+    "offsets": (
+        ("0", lambda zero: list(map(offsets, zero.round_robin_bit16_groups))),
+        ("0.19.7", lambda zero: zero.round_robin_bit16_offsets),
+    ),
+    "muon": (_NEVER, ("0.17.6", _muon)),
 })  # fmt: skip
 
 

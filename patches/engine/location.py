@@ -1,9 +1,7 @@
 """The place that a patch changes: one attribute, and every copy of it.
 
-A location remembers the original and the patches on it, outermost last. Adding or removing one builds
-the value anew from the original, so features that patch the same function can be switched off in any order:
-
-    original --A--> --B--> what the attribute holds          remove(A):  original --B-->
+A location remembers the original and the patches on it, outermost last. Removing one builds the value anew
+from the original, so features that patch the same function can be switched off in any order.
 
 `from x import f` copies are found by identity among the modules of the target's top-level package, each time
 anew: so a copy that was made while the patch was on is put right too when it is undone. Copies that
@@ -61,8 +59,7 @@ class Location:
 
     def __init__(self, patch: Patch):
         """Find the target; Misfit when it is not there. Changes nothing."""
-        self.target = patch.target
-        self.package = patch.module.partition(".")[0]
+        self.target, self.package = patch.target, patch.module.partition(".")[0]
         self.parent, self.name = _locate(patch.module, patch.qualname)
         self.inherited = self.name not in vars(self.parent)
         self.original = _raw(self.parent, self.name)
@@ -120,8 +117,6 @@ class Location:
         self.value, self.entry = value, self._as_entry(value)
         for table, key in self.entries:
             table[key] = self.entry
-        if not self.patches:
-            self.entries = []
 
     def _as_entry(self, value):
         """What a dict holds for a method: a function of (self, ...): wrappers bind only as attributes."""
@@ -169,10 +164,7 @@ def _raw(parent, name):
 
 
 def _modules(package):
-    """The imported modules of a top-level package.
-
-    By the names alone: a list of items makes tuples, which may start the garbage collector; its finalizers
-    may import.
-    """
+    """The imported modules of a top-level package, by the names alone: a list of items makes tuples, which
+    may start the garbage collector; its finalizers may import."""
     names = [name for name in list(sys.modules) if name == package or name.startswith(package + ".")]
     return [module for name in names if isinstance(module := sys.modules.get(name), ModuleType)]

@@ -1,5 +1,4 @@
-"""A patch of a framework: a value that says what to change, where it fits and why. It changes nothing
-itself."""
+"""A patch of a framework: a value that says what to change, where it fits and why."""
 
 import functools
 import importlib.metadata
@@ -34,9 +33,8 @@ UNKNOWN = Version("9999")
 
 @functools.cache
 def release_of(version: str) -> Version:
-    """The release that a version is or will be: 2.7 of a vendor's 2.7.0a0+79aa17489c.nv25.4, 2.16 of a
-    nightly 2.16.0.dev20261101; UNKNOWN of one that says nothing, as a git checkout's 0+unknown or
-    0.1.dev1+g1234567."""
+    """The release that a version is or will be: 2.7.0 of a vendor's 2.7.0a0+79aa17489c.nv25.4; UNKNOWN of one
+    that says nothing, as a git checkout's 0+unknown or 0.1.dev1+g1234567."""
     try:
         release = Version(Version(version).base_version)
     except InvalidVersion:
@@ -46,13 +44,8 @@ def release_of(version: str) -> Version:
 
 class ByVersion:
     """What the versions of one distribution call differently, as a table: a line stands for the release that
-    it names and every later one, up to the next line of that name; the oldest first.
-
-        BY_VERSION = ByVersion("torch", {
-            "parameter groups": (("0", lambda state: ...), ("2.12", lambda state: ...)),
-        })
-        BY_VERSION["parameter groups"](state)
-    """
+    it names and every later one, up to the next line of that name; the oldest first
+    (deepspeed/versions.py)."""
 
     def __init__(self, distribution: str, table: dict[str, tuple[tuple[str, Any], ...]]):
         self._distribution, self._table = distribution, table
@@ -64,23 +57,18 @@ class ByVersion:
 
 @dataclass(frozen=True)
 class Feature:
-    """What patches do together: all are applied, or none. A user calls it `name` (HOLMES_DISABLE,
-    --holmes-require).
+    """What patches do together: all are applied, or none. HOLMES_DISABLE and --holmes-require take its name.
 
     versions    distribution and PEP 440 range, as in "deepspeed>=0.19,<0.20".
-    tried       the versions of it that the feature was run with: the oldest and the newest, whatever the
-                range allows.
+    tried       the versions that the feature was run with, at least the oldest and the newest.
     read        others, of which only the source was compared: that the targets are there, and what they do.
     option      the field of Options that asks for the feature, "" when every job does; `idle`: its values
                 that do not.
-    version_of  version_of() -> version or None, for a module that is not (only) installed as a distribution:
-                vendored, or run from a source tree. Called once a target's module is imported, and instead of
-                the installed distribution's metadata. None: another framework's module of that name; the
-                feature is off without a warning.
-    what        what it does for the user, in a few words; the patches' reasons tell why each function is
-                changed.
-    binding     once its framework is imported it must fit: where it does not, the job ends instead of
-                training without.
+    version_of  version_of() -> version or None, for a module that is vendored or run from a source tree:
+                called once a target's module is imported, instead of reading metadata. None: another
+                framework's module of that name; the feature is off without a warning.
+    what        what it does for the user, in a few words.
+    binding     once its framework is imported it must fit, or the job ends.
     """
 
     name: str
@@ -140,16 +128,14 @@ class Patch:
     reason      one line for `holmes patches`: why the framework must be changed here.
     wrap        wrap(wrapped, instance, args, kwargs), called instead of the target (wrapt's convention:
                 wrapped is bound already; instance is None for plain functions and static methods).
-    replace     replace(original) -> the object to put in its place; original as stored (a staticmethod
-                object stays one). Give exactly one of wrap and replace.
+    replace     instead of wrap: replace(original) -> the object to put in its place; original as stored (a
+                staticmethod object stays one).
     parameters  names of the target's parameters that wrap or replace relies on; those of wrap.by_name.
     rebind      entries of dicts that hold the target too: "module:qualname[KEY]", where KEY is a string key
-                or the __name__ of a key that is a class. Copies made by `from x import f` within the target's
-                top-level package need not be named.
-    only        PEP 440 range of the feature's versions that have this target, "" for all of them: what
-                differs from version to version stands as several patches side by side.
+                or the __name__ of a key that is a class. Copies in modules are found (location.py).
+    only        PEP 440 range of the feature's versions that have this target, "" for all of them.
 
-    ValueError when a field is malformed (an error of whoever wrote the patch).
+    ValueError when a field is malformed.
     """
 
     feature: Feature
@@ -191,9 +177,8 @@ class Patch:
 
 
 class PatchStatus(NamedTuple):
-    """state: "waiting" (for the target's module to be imported), "applied", "off", or "other version" (which
-    the patch is for); version: what was found, None when nothing was; reason: why it is off, else the patch's
-    own."""
+    """state: "waiting" (for an import), "applied", "off", or "other version" (which the patch is for);
+    version: what was found; reason: why it is off, else the patch's own."""
 
     feature: str
     target: str

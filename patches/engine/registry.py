@@ -1,20 +1,17 @@
-"""The registry: applies the patches of the features that are wanted, undoes them exactly, and says what it
-did.
+"""The registry: applies the patches of wanted features, undoes them exactly, and says what it did.
 
 Features are all or nothing, but the modules they patch are imported one by one, and importing them early
 would change the program. So a feature is judged three times, each time as far as can be known:
 
     enable()                        the installed distribution's version
-    its first module is imported    every patch: version, target, parameters; of modules that are not
-                                    imported yet by reading their source (source.py)
+    its first module is imported    every patch: version, target, parameters; of other modules by source.py
     each further module             the same once more, now on what was really imported
 
-A misfit at any of these times switches the whole feature off: what it had applied is undone, the reason is
-kept for statuses(), and training goes on. If the user asked for the feature by name (required), HolmesError
-is raised instead, from enable() or from the import. Nothing else ever escapes into an import.
+A misfit switches the whole feature off: what it had applied is undone, the reason is kept for statuses(), and
+training goes on. If the user asked for the feature by name (required), HolmesError is raised instead, from
+enable() or from the import. Nothing else escapes into an import.
 
-Modules are only watched (wrapt's post-import hooks), never imported from here. Hooks cannot be taken back;
-after undo() they find nothing to do.
+Modules are only watched (wrapt's post-import hooks, which stay and find nothing to do after undo()).
 """
 
 import functools
@@ -41,18 +38,16 @@ _UNWANTED = "not enabled"
 
 
 def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> frozenset[str]:
-    """The features that HOLMES_DISABLE=feature,... switches off; "all" stands for every known one.
-
-    HolmesError names an unknown feature and the nearest known one.
-    """
+    """The features that HOLMES_DISABLE=feature,... switches off, "all" for every known one; HolmesError names
+    an unknown one and the nearest known."""
     return _features_named("HOLMES_DISABLE", environ.get("HOLMES_DISABLE", ""), known)
 
 
 def _features_named(source: str, text: str, known: Iterable[str]) -> frozenset[str]:
     known = list(known)
     names = {name.strip() for name in text.split(",")} - {""}
-    for name in sorted(names - {*known, *_FORMER, "all"}):
-        raise HolmesError(f"{source}: {_unknown(name, [*known, 'all'])}")
+    if unknown := sorted(names - {*known, *_FORMER, "all"}):
+        raise HolmesError(f"{source}: {_unknown(unknown[0], [*known, 'all'])}")
     return frozenset(known if "all" in names else names)
 
 
@@ -104,24 +99,21 @@ class Registry:
         self._locations: dict[str, Location] = {}  # by target, of the patches that are applied
         self._watched: set[str] = set()
         for patch in patches:
-            progress = self._features.setdefault(patch.feature.name, _Progress(patch.feature))
-            if patch.feature != progress.feature or any(patch.target == other.target
-                                                        for other in progress.patches):
-                raise ValueError(
-                    f"{patch.feature.name}: {patch.target} is given twice, or in two features of one name")
+            name, target = patch.feature.name, patch.target
+            progress = self._features.setdefault(name, _Progress(patch.feature))
+            if patch.feature != progress.feature or target in [other.target for other in progress.patches]:
+                raise ValueError(f"{name}: {target} is given twice, or in two features of one name")
             progress.patches.append(patch)
 
-    def enable(
-        self, names: Iterable[str], required: bool = False, disabled: frozenset[str] | None = None
-    ) -> None:
+    def enable(self, names: Iterable[str], required: bool = False,
+               disabled: frozenset[str] | None = None) -> None:
         """Apply the patches of these features, now where their modules are imported, else when they are.
 
         required: a misfit raises HolmesError (here or from the import) instead of switching the feature off.
         disabled: features that stay off; by default those in HOLMES_DISABLE.
-        HolmesError names an unknown feature, here or in HOLMES_DISABLE.
         """
         names = list(names)
-        disabled = disabled_features(os.environ, self._features) if disabled is None else disabled
+        disabled = self.switched_off() if disabled is None else disabled
         for name in names:
             if name not in self._features:
                 raise HolmesError(_unknown(name, self._features))
@@ -149,9 +141,8 @@ class Registry:
                 self._watch(module)
 
     def enable_asked_for(self, options: Options) -> None:
-        """enable() for every feature that the options ask for and whose framework is installed; those in
-        options.required_features must fit, installed or not; those in options.try_ are used under any
-        version."""
+        """enable() what the options ask for and whose framework is installed; options.required_features must
+        fit, installed or not; those in options.try_ are used under any version."""
         for name in _features_named("--holmes-try", options.try_, self._features):
             self._features[name].anyway = True
         required = set(options.required_features)
@@ -190,8 +181,8 @@ class Registry:
                     for name, progress in self._features.items() for patch in progress.patches]
 
     def summary(self) -> tuple[list[str], dict[str, str]]:
-        """Features that are on, and those that are off though they were wanted, with the reason. One whose
-        framework shows only when it is imported counts as on from then."""
+        """Features that are on (where a framework shows only when it is imported, from then), and those that
+        are off though they were wanted, with the reason."""
         with self._lock:
             on = [name for name, progress in self._features.items()
                   if progress.off is None and (progress.applied or not progress.feature.version_of)]
@@ -211,9 +202,8 @@ class Registry:
     def beyond_tried(self) -> list[str]:
         """Of the versions under which features are on, those that nobody tried."""
         with self._lock:
-            on = (progress for progress in self._features.values()
-                  if progress.off is None and not progress.untried)
-            texts = {progress.feature.beyond_tried(progress.version) for progress in on}
+            texts = {progress.feature.beyond_tried(progress.version) for progress in self._features.values()
+                     if progress.off is None and not progress.untried}
             return sorted(texts - {""})
 
     def states(self) -> dict[str, str]:
@@ -245,7 +235,11 @@ class Registry:
         """Check what can be known of the feature now; apply the patches whose modules are imported."""
         try:
             if progress.feature.version_of:
-                self._check_loaded_version(progress)
+                progress.version = progress.feature.version_of()
+                if progress.version is None:
+                    raise _NotLoaded(f"what is loaded is not {progress.feature.requirement.name}")
+                if reason := progress.misfit():
+                    raise Misfit(reason)
             pending = [patch for patch in progress.patches
                        if patch not in progress.applied and patch.belongs_to(progress.version)]
             ready = [patch for patch in pending if patch.module == imported or _is_imported(patch.module)]
@@ -268,14 +262,6 @@ class Registry:
             # a patch's replace or version_of, or a framework's odd source: not the user's fault
             _log.debug("holmes: feature %s", progress.feature.name, exc_info=True)
             self._switch_off(progress, f"{type(error).__name__}: {error}", error)
-
-    @staticmethod
-    def _check_loaded_version(progress):
-        progress.version = progress.feature.version_of()
-        if progress.version is None:
-            raise _NotLoaded(f"what is loaded is not {progress.feature.requirement.name}")
-        if reason := progress.misfit():
-            raise Misfit(reason)
 
     def _switch_off(self, progress, reason, cause=None, level=logging.WARNING):
         self._remove(progress)

@@ -1,8 +1,7 @@
 """Does a patch fit a module that is not imported yet? Read its source: nothing is executed.
 
-The registry asks when the first patch of a feature is about to be applied, so that a feature whose other
-half cannot fit is not begun. The answer is "no" only when the source leaves no doubt; aliases,
-inherited methods and names made at run time are judged when the module is imported.
+The registry asks before it applies a feature's first patch. The answer is "no" only when the source leaves no
+doubt; aliases, inherited methods and names made at run time are judged when the module is imported.
 """
 
 import ast
@@ -12,29 +11,21 @@ from importlib.machinery import ModuleSpec
 
 from holmes_ext.patches.engine.patch import Patch
 
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
 
 def find_module(name: str) -> ModuleSpec | None:
     """Where a module would come from, or None. Unlike importlib.util.find_spec, imports no parent."""
-    path, spec = None, None
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        spec = _find("." .join(parts[:count]), path)
-        if spec is None:
+    path, parent = None, name.rpartition(".")[0]
+    if parent:
+        package = find_module(parent)
+        path = package.submodule_search_locations if package else None
+        if path is None:
             return None
-        path = spec.submodule_search_locations
-        if path is None and count < len(parts):
-            return None
-    return spec
-
-
-def _find(name, path):
-    for finder in sys.meta_path:
-        if type(finder).__module__.startswith("wrapt"):
-            continue  # the import hooks themselves: asking them imports the parents
-        spec = finder.find_spec(name, path)
-        if spec is not None:
-            return spec
-    return None
+    # not wrapt's import hooks: asking them imports the parents
+    finders = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("wrapt")]
+    found = (finder.find_spec(name, path) for finder in finders)
+    return next(filter(None, found), None)
 
 
 def source_misfit(patch: Patch) -> str | None:
@@ -53,7 +44,7 @@ def source_misfit(patch: Patch) -> str | None:
         if not bindings:
             return None if _may_have_more(node, body) else f"{patch.module} has no {patch.qualname}"
         node = bindings[-1]
-        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if not isinstance(node, _DEFINITIONS):
             return None  # bound by an assignment or an import
     if isinstance(node, ast.ClassDef):
         return None
@@ -75,16 +66,13 @@ def _statements(body):
     """The statements that run when the body runs, those inside if, try, with and loops too."""
     for statement in body:
         yield statement
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            continue
-        for field in ("body", "orelse", "finalbody"):
-            yield from _statements(getattr(statement, field, []))
-        for handler in getattr(statement, "handlers", []):
-            yield from _statements(handler.body)
+        if not isinstance(statement, _DEFINITIONS):
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                yield from _statements(getattr(statement, field, []))
 
 
 def _binds(statement, name):
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(statement, _DEFINITIONS):
         return statement.name == name
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return any((alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names)

@@ -21,6 +21,20 @@ def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
     return wrapper
 
 
+class Running:
+    """A wrapper (Patch.wrap) that keeps whose method runs now: `instances`, the innermost call last."""
+
+    def __init__(self) -> None:
+        self.instances: list[Any] = []
+
+    def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        self.instances.append(instance)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            self.instances.pop()
+
+
 def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """A wrapper (Patch.wrap) of one that has the target's first parameters as its own, after (wrapped,
     instance), in their order; *rest and **more take the others. Patch.parameters are their names."""

@@ -89,7 +89,7 @@ def test_a_plan_of_listed_passes_asks_for_them():
 def test_what_deepspeed_lacks_is_said():
     one = best(pipeline=(2,), context=(2,), virtual=(3,))
     for name in ("deepspeed", "megatron-deepspeed"):
-        assert "virtual size 3 (limit virtual=1)" in launches(one, MODEL, 16, False, "c", "p")[name].lacks
+        assert "virtual 3 (limit virtual=1)" in launches(one, MODEL, 16, False, "c", "p")[name].lacks
 
 
 def test_deepspeeds_config():

@@ -1,8 +1,11 @@
 """deepspeed-partition: borders from a plan's stages, and the user's own list."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.deepspeed import partition
 from holmes_ext.patches.deepspeed.partition import borders_of, check_borders
 
 # tied embedding and head: None
@@ -52,12 +55,23 @@ def test_bad_borders(borders, message):
         check_borders(borders, 11, 2)
 
 
+@pytest.mark.parametrize("method, kept", [("type:Block", [0, 4, 8]), ([0, 3, 8], None)])
+def test_deepspeeds_own_split_is_kept_where_the_plans_takes_its_place(monkeypatch, method, kept):
+    plan = SimpleNamespace(stage_layers=(1, 3), source="the plan", partition="planned")
+    monkeypatch.setattr(partition.session, "active", lambda: SimpleNamespace(plan=plan))
+    monkeypatch.setattr(partition, "class_name", lambda spec: spec)
+    module = type("Module", (SimpleNamespace,), {"__hash__": object.__hash__})(
+        num_stages=2, global_rank=1, _layer_specs=[None, None, *["Block"] * 4, None, None])
+    module._topo = SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=rank))
+    module._set_bounds = lambda start, stop: None
+    partition._partition_layers(lambda method: setattr(module, "parts", [0, 4, 8]), module, (method,), {})
+    assert module.parts == [0, 3, 8] and partition.stock_parts.get(module) == kept
+
+
 def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
     """The real PipelineModule, one process: borders given by the script; undone, it refuses them as
     before."""
     pipe = pytest.importorskip("deepspeed.runtime.pipe.module")
-    from types import SimpleNamespace
-
     from holmes_ext.patches import Registry
     from holmes_ext.patches.deepspeed.partition import PATCHES
 

@@ -21,8 +21,7 @@ class Engine(SimpleNamespace):
 
     def __init__(self, stages=2, tensor=1, **zero):
         data = 4 // stages // tensor
-        grid = SimpleNamespace(get_slice_parallel_world_size=lambda: tensor,
-                               get_data_parallel_world_size=lambda: data)
+        grid = SimpleNamespace(pipe_parallel_size=stages, model_parallel_size=tensor)
         config = SimpleNamespace(_param_dict={"zero_optimization": zero} if zero else {})
         super().__init__(
             num_stages=stages, stage_id=0, is_data_parallel=data > 1, global_rank=0, grid=grid, _config=config
