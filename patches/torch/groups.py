@@ -18,7 +18,7 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends
+from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, options_of
 from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_forget
 from holmes_ext.runtime.groups.transport import as_made, gloo_interface, nccl_options, refuse_forced
 from holmes_ext.runtime.session import GroupRecord
@@ -71,7 +71,6 @@ def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, glob
 def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_ranks=None, timeout=None,
                               pg_options=None, **more):
     """The same for split_group, whose default is the parent's options: all but its network still are."""
-    import torch
     import torch.distributed as dist
 
     parent: Any = parent_pg or dist.group.WORLD
@@ -80,8 +79,7 @@ def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_
         return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
     ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in my_part), backend_of(parent)
     if backend == "nccl":
-        parent_options = parent._get_backend(torch.device("cuda")).options
-        pg_options = _options(current, ranks, pg_options, timeout, parent_options)
+        pg_options = _options(current, ranks, pg_options, timeout, options_of(parent))
     with gloo_interface(current.transport(ranks, "gloo")):
         new_group = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
     _record(current, more.get("group_desc") or "split", ranks, backend, pg_options)
@@ -101,13 +99,9 @@ _agreed = itertools.count()
 
 
 def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -> None:
-    """Compare plan and patches here with what the first rank that came by had; ranks that differ in them
-    would hang.
-
-    Before the default group is made, in a few store operations for each rank. HolmesError names the
-    difference and both ranks, on the rank that differs first; the others, which wait (if `waits`) until all
-    have compared, get RemoteError: nobody is left in a group that never comes about.
-    """
+    """Compare plan and patches with the first rank's, before the default group is made: ranks that differ in
+    them would hang. HolmesError names the difference and both ranks, on the rank that differs first; the
+    others, which wait (if `waits`) until all have compared, get RemoteError."""
     prefix = f"{current.round}/agree/{next(_agreed)}"
     mine = {"who": f"rank {current.rank} on {current.node.name}", "plan's digest": current.plan.digest}
     mine.update(registry().states())
@@ -124,26 +118,20 @@ def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -
     store.set(f"{prefix}/rank/{current.rank}", "")
     if store.add(f"{prefix}/count", 1) == current.plan.world_size:
         store.set(f"{prefix}/difference", "none")
-    _await_all(store, prefix, current)
+    try:
+        store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
+    except RuntimeError:  # torch.distributed.DistError is one
+        everyone = range(current.plan.world_size)
+        missing = [rank for rank in everyone if not store.check([f"{prefix}/rank/{rank}"])]
+        what = f"did not come to init_process_group within {current.options.timeout} s (--holmes-timeout)"
+        raise HolmesError(
+            f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}") from None
     if (difference := store.get(f"{prefix}/difference").decode()) != "none":
         raise RemoteError(difference)
 
 
-def _await_all(store: Any, prefix: str, current: session.Session) -> None:
-    try:
-        store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
-    except RuntimeError:  # torch.distributed.DistError is one
-        missing = [rank for rank in range(current.plan.world_size)
-                   if not store.check([f"{prefix}/rank/{rank}"])]
-        what = f"did not come to init_process_group within {current.options.timeout} s (--holmes-timeout)"
-        raise HolmesError(
-            f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}") from None
-
-
-def _options(
-    current: session.Session, ranks: tuple[int, ...], given: Any, timeout: timedelta | None,
-    parent: Any = None
-) -> Any:
+def _options(current: session.Session, ranks: tuple[int, ...], given: Any, timeout: timedelta | None,
+             parent: Any = None) -> Any:
     """parent: options of the group that this one is split from."""
     from torch.distributed import ProcessGroupNCCL
 

@@ -3,9 +3,9 @@
 A schedule of one stage a rank (1F1B, GPipe) hands each training step to torch's runtime for lists of actions,
 _PipelineScheduleRuntime, which adds the sends. It would post a receive where the other end sends if edges
 took no time: a message over a slow edge then waits for its receiver, so receives stand where
-runtime/groups/receive_order.py has them. Its backward passes of inputs and of weights are
-not torch's, which keep the whole graph until the weights' turn: linear layers keep what their weights need,
-and no more (runtime/reduce/weight_gradients.py). So parameters' hooks see every gradient, too.
+runtime/groups/receive_order.py has them. Torch's backward passes of inputs keep the whole graph until the
+weights' turn: here linear layers keep what their weights need (runtime/reduce/weight_gradients.py), and
+parameters' hooks see every gradient.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.receive_order import listed_passes
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 
-#: schedule -> torch's runtime with the plan's passes; None where its own run.
-_listed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-#: Schedules whose gradients torch's runtime leaves undivided: before 2.10 it divides after full backward
-#: passes alone.
-_undivided: weakref.WeakSet[Any] = weakref.WeakSet()
+#: schedule -> torch's runtime with the plan's passes (None where its own run), and whether that leaves
+#: gradients undivided: before torch 2.10 it divides after full backward passes alone.
+_listed: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
 #: Stages whose passes are the plan's.
 _stages: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.WeakKeyDictionary()
 
@@ -41,17 +39,17 @@ def _step(current, wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs)
     if instance not in _listed:
         _listed[instance] = _made(current, instance)
-    runtime = _listed[instance]
+    runtime, undivided = _listed[instance]
     if runtime is None:
         return wrapped(*args, **kwargs)
     outputs = runtime.step(*args, **kwargs)
-    if instance in _undivided:
+    if undivided:
         instance._stage.scale_grads(instance._n_microbatches if instance.scale_grads else 1)
     return outputs
 
 
-def _made(current: session.Session, schedule: Any) -> Any:
-    """The runtime that runs `schedule` with the plan's passes; None where its own run."""
+def _made(current: session.Session, schedule: Any) -> tuple[Any, bool]:
+    """What _listed holds of `schedule`."""
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining import schedules
@@ -61,21 +59,22 @@ def _made(current: session.Session, schedule: Any) -> Any:
     group = stage.group or dist.group.WORLD
     network_api, sizes = network_api_of(backend_of(group)), sizes_of(current, group_ranks(group))
     if sizes is None or not network_api:
-        return None
+        return None, False
     if not (texts := current.plan_for(sizes).traffic_of(network_api).passes):
-        return None
+        return None, False
     planned = listed_passes(texts, network_api)
-    reducing = "its stages reduce under their last backward (DistributedDataParallel, fully_shard)"
-    if reason := next((text for text, holds in {
-        f"{reducing}; give plain modules": isinstance(stage.submod, (DistributedDataParallel, FSDPModule)),
-        f"a step has {schedule._n_microbatches} micro-batches, the plan's passes are of "
-        f"{planned.micro_batches}":
-            schedule._n_microbatches != planned.micro_batches,
-        f"it has {stage.num_stages} stages, the plan {len(texts)}": stage.num_stages != len(texts),
-    }.items() if holds), ""):  # fmt: skip
+    count, reason = schedule._n_microbatches, ""
+    if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
+        reason = ("its stages reduce under their last backward (DistributedDataParallel, fully_shard); give "
+                  "plain modules")
+    elif count != planned.micro_batches:
+        reason = f"a step has {count} micro-batches, the plan's passes are of {planned.micro_batches}"
+    elif stage.num_stages != len(texts):
+        reason = f"it has {stage.num_stages} stages, the plan {len(texts)}"
+    if reason:
         text = f"{type(schedule).__name__} keeps its own passes: {reason}"
         tell(current, text, once=text)
-        return None
+        return None, False
     kinds = {
         "F": schedules.FORWARD, "B": schedules.FULL_BACKWARD, "I": schedules.BACKWARD_INPUT,
         "W": schedules.BACKWARD_WEIGHT,
@@ -92,10 +91,9 @@ def _made(current: session.Session, schedule: Any) -> Any:
     })  # fmt: skip
     orders = runtime.pipeline_order_with_comms
     orders[runtime.rank] = _with_receives(orders[runtime.rank], planned, stage.stage_index)
-    if not hasattr(schedules, "REDUCE_GRAD") and planned.stages[stage.stage_index][-1][0] == "W":
-        _undivided.add(schedule)
     _stages[stage] = WeightGradients()
-    return runtime
+    ends_with = planned.stages[stage.stage_index][-1][0]
+    return runtime, ends_with == "W" and not hasattr(schedules, "REDUCE_GRAD")
 
 
 def _with_receives(actions: list[Any], planned: PassOrder, stage: int) -> list[Any]:

@@ -4,14 +4,13 @@
                stages on clusters; where another order of the ranks would keep more inside, one line says so
     messages   schedules send over the pipeline's group, which is on Ethernet once it crosses: each pair of
                neighbours gets a group of its own on what the two share (runtime/groups/pairs.py)
-    gradients  a stage in DistributedDataParallel reduces in the backward of its last micro-batch and waits
-               for it at that pass's end: before it sends its gradient on to the stage before, so the stages
-               reduce one after another, and before the backward passes of the rank's other stages. Here it
-               goes on; all is awaited, and scaled, at the end of the schedule
+    gradients  a stage in DistributedDataParallel waits for its reduction at the end of its last backward:
+               before it sends its gradient on, so that the stages reduce one after another, and before the
+               rank's other stages. Here it goes on; all is awaited, and scaled, at the end of the schedule
 
 Breadth-first order (LoopedBFS; arXiv 2211.05953) makes the gradients of a rank's later stages final long
-before those of its first: then only the first one's reduction is left to wait for. FSDP's stages
-(perform_reduce_grad) reduce and wait as torch does it: on streams of its own with NCCL, at once with gloo.
+before those of its first: then only the first one's reduction is left to wait for. FSDP's stages reduce and
+wait as torch does it: on streams of its own with NCCL, at once with gloo.
 
 Under NCCL (run on emulated GPUs): torch launches a stage's all-reduces as its last backward makes its
 gradients, all ranks of a data-parallel group in the same order, since they run the same schedule. The pair
@@ -37,12 +36,13 @@ from holmes_ext.runtime.groups.pairs import pair_groups
 
 #: pipeline group -> the other's rank -> the pair's group.
 _pairs: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-#: Of the schedule that runs: stage -> what scales its gradients once they are reduced; None outside.
-_open: dict[Any, Callable[[], Any] | None] | None = None
+#: Of the schedule that runs: stage -> what scales its gradients once they are reduced.
+_open: dict[Any, Callable[[], Any]] = {}
 
 
 def _prepare(current: session.Session, schedule: Any, stages: list[Any]) -> None:
     """Before a schedule's first step, which is what all ranks of a pipeline do together."""
+    import torch
     import torch.distributed as dist
 
     group = stages[0].group or dist.group.WORLD
@@ -52,23 +52,16 @@ def _prepare(current: session.Session, schedule: Any, stages: list[Any]) -> None
         # torch >= 2.15 can make a group for each edge itself
         per_edge = getattr(stages[0], "p2p_per_edge", False)
         _pairs[group] = {} if per_edge else pair_groups(current, group)
-        if (_pairs[group] and backend_of(group) == "nccl"
-                and any(hasattr(stage, "pipe_info") for stage in stages)):
-            _meet(group)
+        traced = any(hasattr(stage, "pipe_info") for stage in stages)
+        if _pairs[group] and backend_of(group) == "nccl" and traced:
+            # Makes the communicator of all ranks, where only two would come with the first message of a skip
+            # connection: a traced Pipe may have some, forward only (torch 2.13 refuses their backward and
+            # sends them one by one; older ones send them in a batch, over this communicator).
+            dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
         if text := _unreduced(schedule, stages):
             tell(current, text, once=text)
     for stage in stages:
         ddp.let_finish_later(stage.submod)
-
-
-def _meet(group: Any) -> None:
-    """The communicator of all of a pipeline's ranks, which only two of them would make with the first message
-    of a skip connection: stages of a traced Pipe may have some, forward only (torch 2.13 refuses their
-    backward and sends them one by one; older ones send them in a batch, over this communicator)."""
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
 
 
 def sizes_of(current: session.Session, ranks: list[int]) -> Sizes | None:
@@ -92,9 +85,8 @@ def _unreduced(schedule: Any, stages: Any) -> str:
     passes = {action.computation_type.name for order in orders for action in order if action is not None}
     if "BACKWARD_WEIGHT" not in passes or all(module.process_group.size() == 1 for module in modules):
         return ""
-    name = type(schedule).__name__
-    return (f"{name} computes weight gradients where DistributedDataParallel's hooks do not see them: torch "
-            f"leaves them unreduced, so replicas drift apart; use fully_shard")
+    return (f"{type(schedule).__name__} computes weight gradients where DistributedDataParallel's hooks do "
+            f"not see them: torch leaves them unreduced, so replicas drift apart; use fully_shard")
 
 
 class _Works(list[Any]):
@@ -130,15 +122,14 @@ def _step(current, wrapped, instance, args, kwargs):
     waiting = {stage: state for stage in trained if (state := ddp.begin_later(stage.submod))}
     if not waiting:
         return wrapped(*args, **kwargs)
-    _open = dict.fromkeys(waiting)
+    _open = dict.fromkeys(waiting, lambda: None)
     try:
         result = wrapped(*args, **kwargs)
         for stage, state in waiting.items():
             state.finish()
-            if (scale := _open[stage]) is not None:
-                scale()
+            _open[stage]()
     finally:
-        _open = None
+        _open = {}
         for state in waiting.values():
             state.later = None
     return result
@@ -146,10 +137,9 @@ def _step(current, wrapped, instance, args, kwargs):
 
 def _scale(wrapped, instance, args, kwargs):
     """scale_grads(grad_scale_factor), which divides gradients by the number of micro-batches."""
-    if _open is None or instance not in _open:
+    if instance not in _open:
         return wrapped(*args, **kwargs)
     _open[instance] = lambda: wrapped(*args, **kwargs)
-    return None
 
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"

@@ -1,7 +1,6 @@
 """Telemetry's and the watchdog's view of a job's communication: torch's process groups.
 
-Python code reaches the network through the methods of two classes of torch's, so these are the fewest places
-that see everything:
+Python code reaches the network through the methods of two classes of torch's:
 
     dist.all_reduce, send, ... -> ProcessGroup.allreduce, send, ...   an operation starts
                                   Work.wait                           the program waits for one
