@@ -20,10 +20,9 @@ class Buckets:
     plan does (on the CPU; buckets stay as they are cut). user: (state, hook) that the program registered, and
     that reduces instead. wire: dtype that travels, None: the gradients'.
 
-    CUDA (read, not run): buckets are launched from autograd's thread, on its stream, in the order in which
-    DDP says that they are full: the same on all ranks. The two levels run on streams of their own; a side
-    stream waits for them and completes the future, so that neither the backward pass nor the host does. What
-    travels is DDP's own buffer or `_sent`'s, which live as long as the module.
+    CUDA (read, not run): buckets are launched on autograd's stream, in DDP's order: the same on all ranks.
+    The two levels run on streams of their own; a side stream waits for them and completes the future, so that
+    neither the backward pass nor the host does. What travels (DDP's buffer, `_sent`'s) lives as long as DDP.
     """
 
     def __init__(self, ddp: Any, all_reduce: Any, sums: Any = None):
@@ -53,7 +52,12 @@ class Buckets:
         follows = self._sums is not None and not flat.is_cuda
         if follows and index == 0:
             self._follow()
-        sent = flat if self.wire is None else self._as_wire(index, flat)
+        sent = flat
+        if self.wire is not None:  # the same buffer at every step: int8's residuals belong to a buffer
+            sent = self._sent.get(index)
+            if sent is None or sent.numel() != flat.numel():
+                sent = self._sent[index] = torch.empty_like(flat, dtype=self.wire)
+            sent.copy_(flat)
         sent.div_(self._divisor(ddp))
         last = follows and bucket.is_last()
         with self._named(index), telemetry.span(telemetry.LAST_BUCKET) if last else nullcontext():
@@ -95,8 +99,7 @@ class Buckets:
             self._sums.step()
 
     def finish(self) -> None:
-        """End what a pipeline's step has begun: DDP has gone on, and taken what it found in its buckets. On
-        CUDA what it copied meanwhile is copied anew, by the stream that has waited."""
+        """End what a pipeline's step has begun, and copy anew what DDP took from its buckets meanwhile."""
         for index, work, sent, flat, parameters, gradients in self.later or ():
             with self._named(index):
                 work.wait()
@@ -105,15 +108,6 @@ class Buckets:
             for parameter, gradient in zip(parameters, gradients):
                 if parameter.grad is not None and parameter.grad.data_ptr() != gradient.data_ptr():
                     parameter.grad.copy_(gradient)
-
-    def _as_wire(self, index: int, flat: Any) -> Any:
-        """`flat` as it travels, in the same buffer at every step (int8's residuals belong to a buffer)."""
-        import torch
-
-        kept = self._sent.get(index)
-        if kept is None or kept.numel() != flat.numel():
-            kept = self._sent[index] = torch.empty_like(flat, dtype=self.wire)
-        return kept.copy_(flat)
 
     def _divisor(self, ddp: Any) -> int:
         """The group's ranks; under join(divide_by_initial_world_size=False) those that have inputs."""

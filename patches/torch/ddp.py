@@ -4,8 +4,8 @@
                           unused parameters, static_graph and gradient_as_bucket_view are what they were
     comm hook (public)    only a bucket's sum takes another way: divided by the ranks before, as in stock
 
-The hook is in its place from construction on: a rank without inputs under join() never sees a forward pass,
-and must sum its zeros as all others do. The reducer takes one hook only, so ours gives way from inside:
+The hook is there from construction on: a rank without inputs under join() never sees a forward pass, and must
+sum its zeros as all others do. The reducer takes one hook only, so ours gives way from inside:
 
     the program registers                   what reduces
     nothing, allreduce_hook                 two levels
@@ -35,21 +35,19 @@ _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
 _installed: weakref.WeakKeyDictionary[Any, Buckets] = weakref.WeakKeyDictionary()
 
 
-def let_finish_later(ddp: Any) -> None:
-    """Before its first backward: a pipeline's stage, whose reduction may end when the schedule does."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    if not isinstance(ddp, DistributedDataParallel) or ddp in _installed or ddp._comm_hooks:
-        return
-    given = {"module": ddp.module, "process_group": ddp.process_group, "mixed_precision": ddp.mixed_precision,
-             "delay_all_reduce_named_params": ddp._delay_all_reduce_params}
-    if ddp.process_group.size() > 1 and not _stays_stock(given):
-        _install(ddp)
-
-
 def begin_later(ddp: Any) -> Buckets | None:
     """The buckets of a pipeline's stage, which finish() ends from now on; None where DDP ends them itself: a
     hook of the program's own, or unused parameters, of which only DDP knows."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(ddp, DistributedDataParallel):
+        return None
+    if ddp not in _installed and not ddp._comm_hooks and ddp.process_group.size() > 1:
+        given = {"module": ddp.module, "process_group": ddp.process_group,
+                 "mixed_precision": ddp.mixed_precision,
+                 "delay_all_reduce_named_params": ddp._delay_all_reduce_params}
+        if not _stays_stock(given):
+            _install(ddp)
     state = _installed.get(ddp)
     if state is None or state.user or ddp.find_unused_parameters or ddp.static_graph:
         return None
@@ -67,8 +65,7 @@ def two_level_hook(state, bucket):
 
 @with_session
 def _construct(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook; this
-    also where clusters may go apart."""
+    """DistributedDataParallel(...): two levels' hook and size of buckets; the hook to go apart."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     sums, reason = _sums(given), _stays_stock(given)
     two_level = sums is not None and sums.two_level is not None
@@ -81,8 +78,8 @@ def _construct(current, wrapped, instance, args, kwargs):
         _install(instance, sums)
         weakref.finalize(instance, sums.close).atexit = False
     elif two_level:
-        text = f"DistributedDataParallel reduces as torch does, on one level, because of {reason}"
-        tell(current, text, once=text)
+        tell(current, f"DistributedDataParallel reduces as torch does, on one level, because of {reason}",
+             once=True)
     elif current.options.telemetry and not reason:
         _install(instance)
     if sums is not None:
@@ -93,8 +90,7 @@ def _construct(current, wrapped, instance, args, kwargs):
 
 
 def _install(ddp: Any, sums: Any = None) -> None:
-    """sums: the plan's way; None: the reducer's own all-reduce, from Python, so that telemetry sees it, and a
-    pipeline's step may end it later."""
+    """sums: the plan's; None: torch's own, from Python: telemetry sees it, a pipeline may end it later."""
     from holmes_ext.runtime.reduce.straddling import flat_all_reduce
 
     all_reduce = sums.all_reduce if sums is not None else flat_all_reduce(ddp.process_group)
@@ -154,9 +150,8 @@ def _register(wrapped, instance, state, hook):
         return
     ours.user = (state, hook)
     current, ranks = session.require(), group_ranks(instance.process_group)
-    text = (f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's two "
-            f"levels do not")
-    tell(current, text, once=text)
+    tell(current, f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's "
+                  f"two levels do not", once=True)
     if noted := current.reductions.get(tuple(ranks)):
         session.note_reduction(ranks, noted.planned, noted.bytes, two_levels=False, overlap=True,
                                reported=True)
@@ -164,14 +159,14 @@ def _register(wrapped, instance, state, hook):
 
 @by_name
 def _register_builtin(wrapped, instance, comm_hook_type):
-    """The same hooks, written in C++."""
+    """The same for allreduce_hook and fp16_compress_hook, written in C++."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     ours = _installed.get(instance)
     if ours is None or ours.registered:
         return wrapped(comm_hook_type)
-    hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-    instance.register_comm_hook(instance.process_group, hooks[comm_hook_type.name])
+    hook = getattr(default_hooks, f"{comm_hook_type.name.lower()}_hook")
+    instance.register_comm_hook(instance.process_group, hook)
 
 
 def _wire_of(hook: Any) -> tuple[bool, Any]:

@@ -1,14 +1,11 @@
 """FSDP over several clusters: its costs are told, and --holmes-fsdp hybrid keeps the shards inside clusters.
 
-    fully_shard(module, mesh 1-D)           mesh 2-D, (clusters, ranks of one): torch's own HSDP,
-                                            which shards along the last dimension and all-reduces
-                                            each shard's gradient along the first
+    fully_shard(module, mesh 1-D)           mesh 2-D, (clusters, ranks of one): torch's own HSDP
     FullyShardedDataParallel(FULL_SHARD)    HYBRID_SHARD over the same two groups
 
-Only the mesh is another: all else is torch's, and a checkpoint loads under either mesh (its tensors are
-global). The first forward pass tells, on rank 0, what a step's gathers and reductions take, predicted, and
-what hybrid would take. A mesh that the program shaped itself stays; where its sharding dimension crosses,
-that and what it takes is told.
+Only the mesh is another: all else is torch's, and a checkpoint loads under either (its tensors are global).
+The first forward pass tells, on rank 0, what a step's gathers and reductions take, predicted, and what hybrid
+would. A mesh that the program shaped itself stays; what it takes is told where its sharding crosses.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import FSDP
 from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.units import format_bytes
 
@@ -39,7 +36,7 @@ _GROUPS = ByVersion("torch", {"of": (
 STATES = 4
 
 
-def tell_unused(current: session.Session) -> None:
+def tell_unused(current: Session) -> None:
     """At the job's end, when --holmes-fsdp hybrid found nothing to do."""
     if not _meshes:
         tell(current, "--holmes-fsdp hybrid did nothing: no model was sharded by FSDP over several clusters")
@@ -62,15 +59,14 @@ def _fully_sharded(current, wrapped, instance, module, process_group=None, shard
     """FullyShardedDataParallel(module, ...), which calls itself for the modules inside."""
     from torch.distributed.fsdp import ShardingStrategy
 
-    strategies = {
-        None: ShardingStrategy.HYBRID_SHARD, ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
-        ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
-    }  # fmt: skip
+    given = sharding_strategy or ShardingStrategy.FULL_SHARD
+    strategies = {ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
+                  ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2}
     plain = not isinstance(process_group, tuple) and (device_mesh is None or device_mesh.ndim == 1)
     device_type = next((p.device.type for p in module.parameters()), "cpu")
-    can = plain and sharding_strategy in strategies
+    can = plain and given in strategies
     if can and (hybrid := _hybrid(current, device_mesh, process_group, device_type)) is not None:
-        sharding_strategy = strategies[sharding_strategy]
+        sharding_strategy = strategies[given]
         if device_mesh is not None:
             device_mesh = hybrid
         else:
@@ -79,9 +75,8 @@ def _fully_sharded(current, wrapped, instance, module, process_group=None, shard
     return wrapped(module, process_group, sharding_strategy, *rest, **more)
 
 
-def _hybrid(current: session.Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
-    """The mesh (clusters, ranks of each), made once by all ranks, in place of a 1-D mesh or a group; None
-    where that stays."""
+def _hybrid(current: Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
+    """The mesh (clusters, ranks of each), made once, in place of a 1-D mesh or a group; None: that stays."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -121,9 +116,8 @@ def _tell_root(current, wrapped, instance, args, kwargs):
         return
     weights = again = gradients = kept = 0.0
     for group in groups:
-        for parameter in group.fsdp_params:
-            policy, count = parameter.mp_policy, prod(parameter._orig_size)
-            itemsize = parameter.sharded_param.itemsize
+        for p in group.fsdp_params:
+            policy, count, itemsize = p.mp_policy, prod(p._orig_size), p.sharded_param.itemsize
             travels = count * (policy.param_dtype.itemsize if policy.param_dtype else itemsize)
             weights += travels
             again += travels if group.post_forward_mesh_info is not None else 0
@@ -156,9 +150,8 @@ def _tell_root_of_1(current, wrapped, instance, args, kwargs):
     return result
 
 
-def _tell_costs(current: session.Session, group: Any, what: ShardedWeights, kept: float) -> None:
-    """Weights sharded over several clusters: what that takes, and hybrid. group: None where all ranks are in
-    hybrid; kept: the weights' bytes."""
+def _tell_costs(current: Session, group: Any, what: ShardedWeights, kept: float) -> None:
+    """What sharding over a group takes, and hybrid (None: it is in force). kept: the weights' bytes."""
     plan, ranks = current.plan, group_ranks(group)
     clusters = plan.by_cluster(ranks)
     if len(clusters) < 2:
@@ -180,7 +173,7 @@ def _tell_costs(current: session.Session, group: Any, what: ShardedWeights, kept
     tell(current, text)
 
 
-def _tell_crossing(current: session.Session, mesh: Any, what: ShardedWeights) -> None:
+def _tell_crossing(current: Session, mesh: Any, what: ShardedWeights) -> None:
     """The program's own 2-D mesh, where no order of the nodes kept its sharding dimension inside clusters."""
     rows, plan, network_api = mesh.mesh.tolist(), current.plan, network_api_of(backend_of()) or SOCKETS
     if not (crossing := straddling_rows(plan, rows)):

@@ -17,21 +17,21 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, options_of
 from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_forget
 from holmes_ext.runtime.groups.transport import as_made, gloo_interface, nccl_options, refuse_forced
-from holmes_ext.runtime.session import GroupRecord
+from holmes_ext.runtime.session import GroupRecord, Session
 from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.words import some_of
+
+_C10D = "torch.distributed.distributed_c10d"
 
 
 @with_session
 @by_name
 def _host_store_where_launched(current, wrapped, instance, hostname, port, rank, *rest, **more):
     """Host on the launcher's rank 0, whose address MASTER_ADDR is, whatever rank the process has now."""
-    hosting_rank = 0 if current.process.rank == 0 else max(1, current.process.rank)
-    store = wrapped(hostname, port, hosting_rank, *rest, **more)
+    store = wrapped(hostname, port, current.process.rank, *rest, **more)
     if not current.process.agent_store:
         return store
     # torchrun's agents keep it when they restart the job: away from the addresses that dead ranks left there
@@ -98,7 +98,7 @@ def _let_threads_forget(current, wrapped, instance, args, kwargs):
 _agreed = itertools.count()
 
 
-def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -> None:
+def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
     """Compare plan and patches with the first rank's, before the default group is made: ranks that differ in
     them would hang. HolmesError names the difference and both ranks, on the rank that differs first; the
     others, which wait (if `waits`) until all have compared, get RemoteError."""
@@ -130,7 +130,7 @@ def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -
         raise RemoteError(difference)
 
 
-def _options(current: session.Session, ranks: tuple[int, ...], given: Any, timeout: timedelta | None,
+def _options(current: Session, ranks: tuple[int, ...], given: Any, timeout: timedelta | None,
              parent: Any = None) -> Any:
     """parent: options of the group that this one is split from."""
     from torch.distributed import ProcessGroupNCCL
@@ -145,7 +145,7 @@ def _options(current: session.Session, ranks: tuple[int, ...], given: Any, timeo
     return nccl_options(over, given, ProcessGroupNCCL.Options, timeout, parent)
 
 
-def _record(current: session.Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:
+def _record(current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:
     planned, fabrics = current.transport(ranks, backend), current.site.fabric_by_name
     transport = as_made(planned, current.node, backend, fabrics, options)
     current.groups.append(GroupRecord(name, ranks, backend, transport))
@@ -159,12 +159,12 @@ PATCHES = (
     Patch(RANKS, "torch.distributed.rendezvous:_create_c10d_store",
           "rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
           _host_store_where_launched),
-    Patch(NICS, "torch.distributed.distributed_c10d:_new_process_group_helper",
+    Patch(NICS, f"{_C10D}:_new_process_group_helper",
           "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic),
-    Patch(NICS, "torch.distributed.distributed_c10d:split_group",
+    Patch(NICS, f"{_C10D}:split_group",
           "split_group copies the parent's options, so a split would keep the parent's network",
           _give_split_group_its_nic, only=">=2.5"),
-    Patch(RANKS, "torch.distributed.distributed_c10d:destroy_process_group",
+    Patch(RANKS, f"{_C10D}:destroy_process_group",
           "DistributedDataParallel ends its group with the interpreter's lock held, for which gloo waits",
           _let_threads_forget),
 )  # fmt: skip

@@ -4,8 +4,7 @@
     FSDP2              DTensor parameters: each rank exchanges its shard
     DistributedSampler num_replicas K x R, rank k R + r: job k of K reads its part (--holmes-outer part=k/K)
 
-A GradScaler that skips a step does not call optimizer.step(), so skipped steps do not count. The row is the
-optimizer's parameters in its order.
+Steps that a GradScaler skips do not count. The row is the optimizer's parameters in its order.
 """
 
 from __future__ import annotations

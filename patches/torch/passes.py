@@ -1,11 +1,10 @@
 """torch.distributed.pipelining with the passes that the plan lists (--holmes-passes auto).
 
 A schedule of one stage a rank (1F1B, GPipe) hands each training step to torch's runtime for lists of actions,
-_PipelineScheduleRuntime, which adds the sends. It would post a receive where the other end sends if edges
-took no time: a message over a slow edge then waits for its receiver, so receives stand where
-runtime/groups/receive_order.py has them. Torch's backward passes of inputs keep the whole graph until the
-weights' turn: here linear layers keep what their weights need (runtime/reduce/weight_gradients.py), and
-parameters' hooks see every gradient.
+_PipelineScheduleRuntime, which adds the sends. It posts receives as if edges took no time, so that messages
+over slow ones wait: here they stand where runtime/groups/receive_order.py has them. Torch's backward passes
+of inputs keep the whole graph until the weights' turn: here linear layers keep what their weights need
+(runtime/reduce/weight_gradients.py), and parameters' hooks see every gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import PASSES
 from holmes_ext.patches.torch.pipelining import sizes_of
 from holmes_ext.plan.passes.schedule import PassOrder
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.receive_order import listed_passes
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
+from holmes_ext.runtime.session import Session
 
 #: schedule -> torch's runtime with the plan's passes (None where its own run), and whether that leaves
 #: gradients undivided: before torch 2.10 it divides after full backward passes alone.
@@ -48,7 +47,7 @@ def _step(current, wrapped, instance, args, kwargs):
     return outputs
 
 
-def _made(current: session.Session, schedule: Any) -> tuple[Any, bool]:
+def _made(current: Session, schedule: Any) -> tuple[Any, bool]:
     """What _listed holds of `schedule`."""
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
@@ -72,13 +71,9 @@ def _made(current: session.Session, schedule: Any) -> tuple[Any, bool]:
     elif stage.num_stages != len(texts):
         reason = f"it has {stage.num_stages} stages, the plan {len(texts)}"
     if reason:
-        text = f"{type(schedule).__name__} keeps its own passes: {reason}"
-        tell(current, text, once=text)
+        tell(current, f"{type(schedule).__name__} keeps its own passes: {reason}", once=True)
         return None, False
-    kinds = {
-        "F": schedules.FORWARD, "B": schedules.FULL_BACKWARD, "I": schedules.BACKWARD_INPUT,
-        "W": schedules.BACKWARD_WEIGHT,
-    }  # fmt: skip
+    kind_of = schedules._ComputationType.from_str
     runtime = schedules._PipelineScheduleRuntime(
         [stage], schedule._n_microbatches, loss_fn=schedule._loss_fn, scale_grads=schedule.scale_grads,
         args_chunk_spec=schedule._args_chunk_spec, kwargs_chunk_spec=schedule._kwargs_chunk_spec,
@@ -86,7 +81,7 @@ def _made(current: session.Session, schedule: Any) -> tuple[Any, bool]:
     )  # fmt: skip
     load = "_prepare_schedule_with_comms"
     getattr(runtime, load if hasattr(runtime, load) else "_load_actions")({  # torch 2.8
-        place: [schedules._Action(place, kinds[letter], number) for letter, number in order]
+        place: [schedules._Action(place, kind_of(letter), number) for letter, number in order]
         for place, order in enumerate(planned.stages)
     })  # fmt: skip
     orders = runtime.pipeline_order_with_comms
@@ -106,7 +101,10 @@ def _with_receives(actions: list[Any], planned: PassOrder, stage: int) -> list[A
             receives[after].append(action)
         else:
             rest.append((action, (kind, action.microbatch_index) if what == "SEND" else action))
-    return receives[None] + [step for action, sent in rest for step in (action, *receives[sent])]
+    ordered = receives[None]
+    for action, sent in rest:
+        ordered += [action, *receives[sent]]
+    return ordered
 
 
 @by_name

@@ -20,8 +20,7 @@ from holmes_ext.runtime.measure import telemetry
 _C10D = "torch.distributed.distributed_c10d"
 _GROUP = f"{_C10D}:ProcessGroup"
 
-#: ProcessGroup's method -> the arguments of _starts(). Of an all-gather and a reduce-scatter the payload is
-#: this rank's share.
+#: ProcessGroup's method -> arguments of _starts(); of gathers and scatters the payload is this rank's share.
 METHODS: dict[str, tuple[Any, ...]] = {
     "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0), "broadcast": ("broadcast", 0),
     "reduce": ("reduce", 0), "allgather": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
