@@ -65,7 +65,7 @@ def two_level_hook(state, bucket):
 
 @with_session
 def _construct(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel(...): two levels' hook and size of buckets; the hook to go apart."""
+    """DistributedDataParallel(...): the hook and size of buckets for two levels; the hook to go apart."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     sums, reason = _sums(given), _stays_stock(given)
     two_level = sums is not None and sums.two_level is not None

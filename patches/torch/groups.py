@@ -1,7 +1,6 @@
 """torch.distributed under a plan: who hosts the store, and a NIC for every process group.
 
-Every way torch makes a group (init_process_group, new_group, new_subgroups, DeviceMesh) ends in
-_new_process_group_helper; split_group alone goes past it.
+Whatever makes a group (also DeviceMesh) ends in _new_process_group_helper, all but split_group.
 """
 
 from __future__ import annotations

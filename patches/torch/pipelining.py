@@ -120,6 +120,8 @@ def _step(current, wrapped, instance, args, kwargs):
     _prepare(current, instance, stages)
     trained = stages if instance._has_backward else ()
     waiting = {stage: state for stage in trained if (state := ddp.begin_later(stage.submod))}
+    if not waiting:  # a step inside another's (passes.py), too
+        return wrapped(*args, **kwargs)
     _open = dict.fromkeys(waiting, lambda: None)
     try:
         result = wrapped(*args, **kwargs)
