@@ -77,7 +77,7 @@ def recorded() -> Iterator[Log]:
         log.append(Launch(len(log) + 1, group.group_name, ranks, operation, size, peer, batch[0], stays))
         return len(log)
 
-    def starts(name: str, payload: int | None, to: int | None, original: Any) -> Any:
+    def starts(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             size = 0 if payload is None else _bytes(args[payload])
             options = [*args, *kwargs.values()][-1:]
@@ -106,12 +106,10 @@ def recorded() -> Iterator[Log]:
             batch[0] = 0
 
     of_one = {new if hasattr(dist.ProcessGroup, new) else old: about for new, old, about in RENAMED}
-    operations = {**{method: (*about, None) for method, about in {**METHODS, **of_one}.items()},
-                  "send": ("send", 0, 1), "recv": ("receive", 0, 1)}
     with ExitStack() as stack:
-        for method, about in operations.items():
+        for method, about in {**METHODS, **of_one}.items():
             original = getattr(dist.ProcessGroup, method)
-            stack.enter_context(mock.patch.object(dist.ProcessGroup, method, starts(*about, original)))
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, method, starts(original, *about)))
         stack.enter_context(mock.patch.object(dist.Work, "wait", wait))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batched))
         yield log

@@ -1,5 +1,4 @@
-"""Lightning's own environment works a process's rank out from its node's number; under a plan that is the
-planned one.
+"""Lightning works a process's rank out from its node's number, which under a plan is the planned one.
 
     torchrun, srun         Lightning reads RANK or SLURM_PROCID, which are renumbered already
     any other launcher     LightningEnvironment: node_rank() x processes of a node + LOCAL_RANK

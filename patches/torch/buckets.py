@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -15,17 +16,13 @@ from holmes_ext.runtime.watch.failure import describe_failure
 
 
 class Buckets:
-    """How the buckets of one DistributedDataParallel are averaged; its comm hook's state.
+    """all_reduce: what sums a flat tensor; sums: the plan's way that it comes from, which changes when the
+    plan does (on the CPU; buckets stay as they are cut). user: (state, hook) that the program registered, and
+    that reduces instead. wire: dtype that travels, None: the gradients'.
 
-    all_reduce: what sums a flat tensor; sums: the plan's way that it comes from, which changes when the plan
-    does (on the CPU; buckets stay as they are cut).
-    user: (state, hook) that the program registered, and that reduces
-    instead. wire: dtype that travels, None: the gradients'.
-
-    CUDA (read, not run): buckets are launched from autograd's thread, on its stream, in the order in which
-    DDP says that they are full: the same on all ranks. The two levels run on streams of their own; a side
-    stream waits for them and completes the future, so that neither the backward pass nor the host does. What
-    travels is DDP's own buffer or `_sent`'s, which live as long as the module.
+    CUDA (read, not run): buckets are launched on autograd's stream, in DDP's order: the same on all ranks.
+    The two levels run on streams of their own; a side stream waits for them and completes the future, so that
+    neither the backward pass nor the host does. What travels (DDP's buffer, `_sent`'s) lives as long as DDP.
     """
 
     def __init__(self, ddp: Any, all_reduce: Any, sums: Any = None):
@@ -44,37 +41,45 @@ class Buckets:
 
     def reduce(self, bucket: Any) -> Any:
         """Start the average of `bucket`; the future of its buffer."""
+        import torch
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-        ddp, flat = self._ddp(), bucket.buffer()
+        ddp, flat, index = self._ddp(), bucket.buffer(), bucket.index()
         assert ddp is not None, "its reducer has called"
         # another group: after _update_process_group()
         if flat.is_sparse or ddp.process_group is not self._group:
             return allreduce_hook(ddp.process_group, bucket)
         follows = self._sums is not None and not flat.is_cuda
-        if follows and bucket.index() == 0:
+        if follows and index == 0:
             self._follow()
-        sent = flat if self.wire is None else self._as_wire(bucket.index(), flat)
+        sent = flat
+        if self.wire is not None:  # the same buffer at every step: int8's residuals belong to a buffer
+            sent = self._sent.get(index)
+            if sent is None or sent.numel() != flat.numel():
+                sent = self._sent[index] = torch.empty_like(flat, dtype=self.wire)
+            sent.copy_(flat)
         sent.div_(self._divisor(ddp))
-        try:
-            with telemetry.span(telemetry.LAST_BUCKET) if follows and bucket.is_last() else nullcontext():
-                work = self.all_reduce(sent)
-        except RuntimeError as error:
-            raise HolmesError(self._failed(bucket.index(), error)) from error
-        if self.later is not None:
-            self.later.append((bucket.index(), work, sent, flat, bucket.parameters(), bucket.gradients()))
-            return _completed(flat)
-        if flat.is_cuda:
-            return self._completed_on_stream(work, sent, flat)
+        last = follows and bucket.is_last()
+        with self._named(index), telemetry.span(telemetry.LAST_BUCKET) if last else nullcontext():
+            work = self.all_reduce(sent)
 
         def store(done: Any) -> Any:
-            try:
+            with self._named(index):
                 done.value()
-            except RuntimeError as error:
-                raise HolmesError(self._failed(bucket.index(), error)) from error
             return flat if sent is flat else flat.copy_(sent)
 
-        return work.get_future().then(before_exit(store))
+        if self.later is None and not flat.is_cuda:
+            return work.get_future().then(before_exit(store))
+        future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+        if self.later is not None:
+            self.later.append((index, work, sent, flat, bucket.parameters(), bucket.gradients()))
+            future.set_result(flat)
+            return future
+        self._side = self._side or torch.cuda.Stream(flat.device)
+        with torch.cuda.stream(self._side):  # the stream that asks for the value waits for this one
+            work.wait()
+            future.set_result(flat if sent is flat else flat.copy_(sent))
+        return future
 
     def _follow(self) -> None:
         """A step's first bucket, on all ranks: the plan's way by now."""
@@ -94,39 +99,15 @@ class Buckets:
             self._sums.step()
 
     def finish(self) -> None:
-        """End what a pipeline's step has begun: DDP has gone on, and taken what it found in its buckets. On
-        CUDA what it copied meanwhile is copied anew, by the stream that has waited."""
+        """End what a pipeline's step has begun, and copy anew what DDP took from its buckets meanwhile."""
         for index, work, sent, flat, parameters, gradients in self.later or ():
-            try:
+            with self._named(index):
                 work.wait()
-            except RuntimeError as error:
-                raise HolmesError(self._failed(index, error)) from error
             if sent is not flat:
                 flat.copy_(sent)
             for parameter, gradient in zip(parameters, gradients):
                 if parameter.grad is not None and parameter.grad.data_ptr() != gradient.data_ptr():
                     parameter.grad.copy_(gradient)
-
-    def _completed_on_stream(self, work: Any, sent: Any, flat: Any) -> Any:
-        """A future whose value the stream that asks for it waits for."""
-        import torch
-
-        if self._side is None:
-            self._side = torch.cuda.Stream(flat.device)
-        future: Any = torch.futures.Future(devices=[flat.device])
-        with torch.cuda.stream(self._side):
-            work.wait()
-            future.set_result(flat if sent is flat else flat.copy_(sent))
-        return future
-
-    def _as_wire(self, index: int, flat: Any) -> Any:
-        """`flat` as it travels, in the same buffer at every step (int8's residuals belong to a buffer)."""
-        import torch
-
-        kept = self._sent.get(index)
-        if kept is None or kept.numel() != flat.numel():
-            kept = self._sent[index] = torch.empty_like(flat, dtype=self.wire)
-        return kept.copy_(flat)
 
     def _divisor(self, ddp: Any) -> int:
         """The group's ranks; under join(divide_by_initial_world_size=False) those that have inputs."""
@@ -135,16 +116,13 @@ class Buckets:
         self.joining.wait()
         return int(self.joining.result()[0])
 
-    def _failed(self, index: int, error: RuntimeError) -> str:
-        ranks = group_ranks(self._group)
-        fabric = session.require().fabric_of(ranks, backend_of(self._group))
-        return describe_failure(f"DistributedDataParallel's bucket {index}", ranks, fabric, str(error))
-
-
-def _completed(flat: Any) -> Any:
-    """A future that has its value."""
-    import torch
-
-    future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-    future.set_result(flat)
-    return future
+    @contextmanager
+    def _named(self, index: int) -> Iterator[None]:
+        """An error of the transport says which bucket failed, and where."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = group_ranks(self._group)
+            fabric = session.require().fabric_of(ranks, backend_of(self._group))
+            what = f"DistributedDataParallel's bucket {index}"
+            raise HolmesError(describe_failure(what, ranks, fabric, str(error))) from error

@@ -1,23 +1,19 @@
-"""DistributedDataParallel's buckets in two levels, where its group straddles clusters and the plan reduces it
-so.
+"""DistributedDataParallel's buckets in two levels, where its group straddles clusters and the plan says so.
 
     DDP's reducer (C++)   which gradients travel together, when, into which .grad: as it is, so no_sync(),
                           unused parameters, static_graph and gradient_as_bucket_view are what they were
-    comm hook (public)    only the sum of a bucket takes another way: divided by the ranks before, as stock
-                          divides
+    comm hook (public)    only a bucket's sum takes another way: divided by the ranks before, as in stock
 
-The hook is in its place from construction on: a rank without inputs under join() never sees a forward pass,
-and must sum its zeros as all others do. The reducer takes one hook only, so ours gives way from inside:
+The hook is there from construction on: a rank without inputs under join() never sees a forward pass, and must
+sum its zeros as all others do. The reducer takes one hook only, so ours gives way from inside:
 
     the program registers                   what reduces
     nothing, allreduce_hook                 two levels
-    fp16_compress_hook, bf16_compress_hook  two levels, of float16 or bfloat16 (their wrappers of
-                                            allreduce_hook too)
+    {fp16,bf16}_compress_hook (_wrapper)    two levels, of float16 or bfloat16
     any other hook                          that hook, as if ours were not there; one line says so
 
-Stock, with one line: mixed_precision, whose own hook upcasts what it reduces; delay_all_reduce_named_params;
-compiled autograd's reducer; gloo with tensors on GPUs. Inside one cluster, and where one ring is faster,
-nothing is touched.
+Stock, with one line: mixed_precision, whose own hook upcasts what it reduces, and whatever else
+_stays_stock() names. Inside one cluster, and where one ring is faster, nothing is touched.
 """
 
 from __future__ import annotations
@@ -39,21 +35,19 @@ _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
 _installed: weakref.WeakKeyDictionary[Any, Buckets] = weakref.WeakKeyDictionary()
 
 
-def let_finish_later(ddp: Any) -> None:
-    """Before its first backward: a pipeline's stage, whose reduction may end when the schedule does."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    if not isinstance(ddp, DistributedDataParallel) or ddp in _installed or ddp._comm_hooks:
-        return
-    given = {"module": ddp.module, "process_group": ddp.process_group, "mixed_precision": ddp.mixed_precision,
-             "delay_all_reduce_named_params": ddp._delay_all_reduce_params}
-    if ddp.process_group.size() > 1 and not _stays_stock(given):
-        _show(ddp)
-
-
 def begin_later(ddp: Any) -> Buckets | None:
     """The buckets of a pipeline's stage, which finish() ends from now on; None where DDP ends them itself: a
     hook of the program's own, or unused parameters, of which only DDP knows."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(ddp, DistributedDataParallel):
+        return None
+    if ddp not in _installed and not ddp._comm_hooks and ddp.process_group.size() > 1:
+        given = {"module": ddp.module, "process_group": ddp.process_group,
+                 "mixed_precision": ddp.mixed_precision,
+                 "delay_all_reduce_named_params": ddp._delay_all_reduce_params}
+        if not _stays_stock(given):
+            _install(ddp)
     state = _installed.get(ddp)
     if state is None or state.user or ddp.find_unused_parameters or ddp.static_graph:
         return None
@@ -71,48 +65,36 @@ def two_level_hook(state, bucket):
 
 @with_session
 def _construct(current, wrapped, instance, args, kwargs):
-    """DistributedDataParallel(...): where two levels reduce, the plan's size of buckets, and the hook; this
-    also where clusters may go apart."""
+    """DistributedDataParallel(...): the hook and size of buckets for two levels; the hook to go apart."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    sums = _sums(given)
-    reduction, two_level = (sums.reduction, sums.two_level) if sums is not None else (None, None)
-    reason = _stays_stock(given)
+    sums, reason = _sums(given), _stays_stock(given)
+    two_level = sums is not None and sums.two_level is not None
     apart = sums is not None and sums.device_type == "cpu" and sums.apart.settings is not None
-    if sums is None or (two_level is None and not apart) or reason:
-        wrapped(*args, **kwargs)
-        if sums is not None:
-            sums.close()
-        if two_level is not None:
-            text = f"DistributedDataParallel reduces as torch does, on one level, because of {reason}"
-            tell(current, text, once=text)
-        elif current.options.telemetry and not reason:
-            _show(instance)
-        _note(instance, reduction, two_levels=False, reported=bool(reason))
-        return
-    if two_level is not None and not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
+    hooked = (two_level or apart) and not reason
+    if hooked and two_level and not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
         kwargs = {**kwargs, "bucket_cap_mb": sums.reduction.chunk_bytes / 2**20}
     wrapped(*args, **kwargs)
-    _install(instance, Buckets(instance, sums.all_reduce, sums))
-    weakref.finalize(instance, sums.close).atexit = False
-    _note(instance, reduction, two_levels=two_level is not None)
+    if hooked:
+        _install(instance, sums)
+        weakref.finalize(instance, sums.close).atexit = False
+    elif two_level:
+        tell(current, f"DistributedDataParallel reduces as torch does, on one level, because of {reason}",
+             once=True)
+    elif current.options.telemetry and not reason:
+        _install(instance)
+    if sums is not None:
+        session.note_reduction(sums.ranks, sums.reduction, sums.size, two_levels=two_level and not reason,
+                               overlap=True, reported=bool(reason))
+        if not hooked:
+            sums.close()
 
 
-def _note(ddp: Any, reduction: Any, two_levels: bool, reported: bool = False) -> None:
-    """That it sums its gradients, always under the backward pass."""
-    size = sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad)
-    ranks = group_ranks(ddp.process_group)
-    session.note_reduction(ranks, reduction, size, two_levels=two_levels, overlap=True, reported=reported)
-
-
-def _show(ddp: Any) -> None:
-    """The reducer's own all-reduce, from Python: telemetry sees it, a pipeline's step may end it later."""
+def _install(ddp: Any, sums: Any = None) -> None:
+    """sums: the plan's; None: torch's own, from Python: telemetry sees it, a pipeline may end it later."""
     from holmes_ext.runtime.reduce.straddling import flat_all_reduce
 
-    if hasattr(ddp, "reducer"):
-        _install(ddp, Buckets(ddp, flat_all_reduce(ddp.process_group)))
-
-
-def _install(ddp: Any, state: Buckets) -> None:
+    all_reduce = sums.all_reduce if sums is not None else flat_all_reduce(ddp.process_group)
+    state = Buckets(ddp, all_reduce, sums)
     ddp.register_comm_hook(state, two_level_hook)
     _installed[ddp] = state
 
@@ -121,7 +103,7 @@ def _sums(given: dict[str, Any]) -> Any:
     """The plan's way for the gradients of given["module"]; None for what DDP refuses."""
     from torch.nn.parameter import UninitializedParameter
 
-    from holmes_ext.runtime.reduce.straddling import GroupSum  # torch is there by now
+    from holmes_ext.runtime.reduce.straddling import GroupSum
 
     trained = [p for p in given["module"].parameters() if p.requires_grad]
     if not trained or any(isinstance(p, UninitializedParameter) for p in trained):
@@ -141,54 +123,50 @@ def _stays_stock(given: dict[str, Any]) -> str:
     """The option that a hook does not go with; "" for none."""
     import torch._dynamo
 
-    group = _group(given)
+    for name in ("mixed_precision", "delay_all_reduce_named_params"):
+        if given.get(name):
+            return name
+    if str(torch._dynamo.config.optimize_ddp).startswith("python_reducer"):  # compiled autograd's
+        return "torch._dynamo.config.optimize_ddp = 'python_reducer'"
     device = next((p.device.type for p in given["module"].parameters() if p.requires_grad), "cpu")
-    options = ("mixed_precision", "delay_all_reduce_named_params")
-    option = next((name for name in options if given.get(name)), "")
-    if str(torch._dynamo.config.optimize_ddp).startswith("python_reducer"):
-        option = option or "torch._dynamo.config.optimize_ddp = 'python_reducer'"
-    on_gpu = device != "cpu" and backend_of(group, device) == "gloo"
-    return option or (f"gloo with tensors on {device}" if on_gpu else "")
+    on_gpu = device != "cpu" and backend_of(_group(given), device) == "gloo"
+    return f"gloo with tensors on {device}" if on_gpu else ""
 
 
 @by_name
 def _register(wrapped, instance, state, hook):
     """register_comm_hook of the program, where ours is in place."""
+    import torch.distributed as dist
+
     ours = _installed.get(instance)
     if ours is None or ours.registered:  # torch says that one hook is the limit
         return wrapped(state, hook)
     instance._check_comm_hook(hook)
-    _give_way(instance, ours, state, hook)
+    instance.logger._set_comm_hook_name(hook.__qualname__)
+    averages, wire = _wire_of(hook)
+    ours.registered = True
+    if averages and (state or dist.group.WORLD) is instance.process_group:
+        ours.wire = wire
+        return
+    ours.user = (state, hook)
+    current, ranks = session.require(), group_ranks(instance.process_group)
+    tell(current, f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's "
+                  f"two levels do not", once=True)
+    if noted := current.reductions.get(tuple(ranks)):
+        session.note_reduction(ranks, noted.planned, noted.bytes, two_levels=False, overlap=True,
+                               reported=True)
 
 
 @by_name
 def _register_builtin(wrapped, instance, comm_hook_type):
-    """The same hooks, written in C++."""
+    """The same for allreduce_hook and fp16_compress_hook, written in C++."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
     ours = _installed.get(instance)
     if ours is None or ours.registered:
         return wrapped(comm_hook_type)
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-    _give_way(instance, ours, instance.process_group, hooks[comm_hook_type.name])
-
-
-def _give_way(ddp: Any, state: Buckets, user_state: Any, hook: Any) -> None:
-    import torch.distributed as dist
-
-    ddp.logger._set_comm_hook_name(hook.__qualname__)
-    averages, wire = _wire_of(hook)
-    if averages and (user_state or dist.group.WORLD) is ddp.process_group:
-        state.wire, state.registered = wire, True
-        return
-    state.user, state.registered = (user_state, hook), True
-    text = (f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's two "
-            f"levels do not")
-    tell(session.require(), text, once=text)
-    ranks = group_ranks(ddp.process_group)
-    if noted := session.require().reductions.get(tuple(ranks)):
-        session.note_reduction(ranks, noted.planned, noted.bytes, two_levels=False, overlap=True,
-                               reported=True)
+    hook = getattr(default_hooks, f"{comm_hook_type.name.lower()}_hook")
+    instance.register_comm_hook(instance.process_group, hook)
 
 
 def _wire_of(hook: Any) -> tuple[bool, Any]:

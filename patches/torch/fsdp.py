@@ -1,21 +1,15 @@
-"""FSDP over several clusters: what it costs is told, and --holmes-fsdp hybrid keeps the shards inside
-clusters.
+"""FSDP over several clusters: its costs are told, and --holmes-fsdp hybrid keeps the shards inside clusters.
 
-    fully_shard(module, mesh 1-D)           mesh 2-D, (clusters, ranks of one): torch's own HSDP,
-                                            which shards along the last dimension and all-reduces
-                                            each shard's gradient along the first
+    fully_shard(module, mesh 1-D)           mesh 2-D, (clusters, ranks of one): torch's own HSDP
     FullyShardedDataParallel(FULL_SHARD)    HYBRID_SHARD over the same two groups
 
-Only the mesh is another: streams, order of launches, gradient accumulation, clipping, mixed precision and
-torch.distributed.checkpoint are torch's, and a checkpoint loads under either mesh (its tensors are global).
-Without the flag the first forward pass tells, on rank 0, what a step's gathers and reductions take,
-predicted, and what hybrid would take, in seconds and in memory. A mesh that the program shaped itself stays;
-where its sharding dimension crosses, that and what it takes is told.
+Only the mesh is another: all else is torch's, and a checkpoint loads under either (its tensors are global).
+The first forward pass tells, on rank 0, what a step's gathers and reductions take, predicted, and what hybrid
+would. A mesh that the program shaped itself stays; what it takes is told where its sharding crosses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import gcd, prod
 from typing import Any
 
@@ -25,9 +19,9 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import FSDP
 from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.units import format_bytes
 
@@ -42,7 +36,7 @@ _GROUPS = ByVersion("torch", {"of": (
 STATES = 4
 
 
-def tell_unused(current: session.Session) -> None:
+def tell_unused(current: Session) -> None:
     """At the job's end, when --holmes-fsdp hybrid found nothing to do."""
     if not _meshes:
         tell(current, "--holmes-fsdp hybrid did nothing: no model was sharded by FSDP over several clusters")
@@ -65,15 +59,14 @@ def _fully_sharded(current, wrapped, instance, module, process_group=None, shard
     """FullyShardedDataParallel(module, ...), which calls itself for the modules inside."""
     from torch.distributed.fsdp import ShardingStrategy
 
-    strategies = {
-        None: ShardingStrategy.HYBRID_SHARD, ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
-        ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
-    }  # fmt: skip
+    given = sharding_strategy or ShardingStrategy.FULL_SHARD
+    strategies = {ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
+                  ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2}
     plain = not isinstance(process_group, tuple) and (device_mesh is None or device_mesh.ndim == 1)
     device_type = next((p.device.type for p in module.parameters()), "cpu")
-    can = plain and sharding_strategy in strategies
+    can = plain and given in strategies
     if can and (hybrid := _hybrid(current, device_mesh, process_group, device_type)) is not None:
-        sharding_strategy = strategies[sharding_strategy]
+        sharding_strategy = strategies[given]
         if device_mesh is not None:
             device_mesh = hybrid
         else:
@@ -82,46 +75,35 @@ def _fully_sharded(current, wrapped, instance, module, process_group=None, shard
     return wrapped(module, process_group, sharding_strategy, *rest, **more)
 
 
-def _hybrid(current: session.Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
-    """The mesh of clusters in place of a 1-D mesh or a group; None where that stays."""
-    if current.options.fsdp != "hybrid":
-        return None
-    ranks = group_ranks(mesh.get_group() if mesh is not None else group)
-    if len(current.plan.by_cluster(ranks)) < 2:
-        return None
-    return _clusters_mesh(current, ranks, _device_type(mesh, device_type))
-
-
-def _device_type(mesh: Any, otherwise: str = "") -> str:
-    """As torch chooses it for a mesh of its own."""
-    import torch
-
-    if mesh is not None or otherwise:
-        return otherwise if mesh is None else mesh.device_type
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator else "cpu"
-
-
-def _clusters_mesh(current: session.Session, ranks: Sequence[int], device_type: str) -> Any:
-    """The 2-D mesh (clusters, ranks of each); made once, by all ranks."""
+def _hybrid(current: Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
+    """The mesh (clusters, ranks of each), made once, in place of a 1-D mesh or a group; None: that stays."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    if current.options.fsdp != "hybrid":
+        return None
+    plan, ranks = current.plan, group_ranks(mesh.get_group() if mesh is not None else group)
+    if len(plan.by_cluster(ranks)) < 2:
+        return None
+    if mesh is not None:
+        device_type = mesh.device_type
+    elif not device_type:  # as torch chooses it for a mesh of its own
+        accelerator = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+        device_type = accelerator.type if accelerator else "cpu"
     if _meshes.get(device_type) is not None:
         return _meshes[device_type]
     _meshes[device_type] = None  # FSDP was there, even where it is refused now: tell_unused
-    if len(ranks) < current.plan.world_size:
-        raise told_once(HolmesError(
-            f"--holmes-fsdp hybrid: FSDP shards over {len(ranks)} of {current.plan.world_size} ranks, beside "
-            f"another kind of parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead"
-        ))  # fmt: skip
     try:
-        clusters = equal_groups(current.plan, ranks)
+        if len(ranks) < plan.world_size:
+            raise HolmesError(
+                f"FSDP shards over {len(ranks)} of {plan.world_size} ranks, beside another kind of "
+                f"parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead")
+        clusters = equal_groups(plan, ranks)
     except HolmesError as error:
         raise told_once(HolmesError(f"--holmes-fsdp hybrid: {error}")) from None
-    mesh = DeviceMesh(device_type, torch.tensor(clusters), mesh_dim_names=("dp_replicate", "dp_shard"))
-    _meshes[device_type] = mesh
-    return mesh
+    names = ("dp_replicate", "dp_shard")
+    _meshes[device_type] = DeviceMesh(device_type, torch.tensor(clusters), mesh_dim_names=names)
+    return _meshes[device_type]
 
 
 @with_session
@@ -134,9 +116,8 @@ def _tell_root(current, wrapped, instance, args, kwargs):
         return
     weights = again = gradients = kept = 0.0
     for group in groups:
-        for parameter in group.fsdp_params:
-            policy, count = parameter.mp_policy, prod(parameter._orig_size)
-            itemsize = parameter.sharded_param.itemsize
+        for p in group.fsdp_params:
+            policy, count, itemsize = p.mp_policy, prod(p._orig_size), p.sharded_param.itemsize
             travels = count * (policy.param_dtype.itemsize if policy.param_dtype else itemsize)
             weights += travels
             again += travels if group.post_forward_mesh_info is not None else 0
@@ -145,9 +126,9 @@ def _tell_root(current, wrapped, instance, args, kwargs):
     what = ShardedWeights(len(groups), weights, gradients, again / weights)
     mesh_info = groups[0].mesh_info
     if mesh_info.mesh.ndim == 1:
-        _tell_costs(current, group_ranks(mesh_info.shard_process_group), what, kept)
+        _tell_costs(current, mesh_info.shard_process_group, what, kept)
     elif _meshes:
-        _tell_hybrid(current, what, kept)
+        _tell_costs(current, None, what, kept)
     else:
         _tell_crossing(current, mesh_info.mesh, what)
 
@@ -158,42 +139,46 @@ def _tell_root_of_1(current, wrapped, instance, args, kwargs):
     root = args[0]
     first = root._is_root is None
     result = wrapped(*args, **kwargs)
-    handles = [handle for state in root._all_fsdp_states if (handle := state._handle)] if first else []
-    if not handles or not root._is_root or current.rank != 0:
-        return result
-    flats = [handle.flat_param for handle in handles]
-    kept = sum(flat._unpadded_unsharded_size.numel() * flat.dtype.itemsize for flat in flats)
-    low = root.mixed_precision
-    share = low.param_dtype.itemsize / flats[0].dtype.itemsize if low.param_dtype else 1.0
-    what = ShardedWeights(len(flats), share * kept, share * kept)
-    if getattr(root, "_inter_node_pg", None) is None:
-        _tell_costs(current, group_ranks(root.process_group), what, kept)
-    elif _meshes:
-        _tell_hybrid(current, what, kept)
+    flats = [state._handle.flat_param for state in root._all_fsdp_states if state._handle] if first else []
+    hybrid = getattr(root, "_inter_node_pg", None) is not None
+    if flats and root._is_root and current.rank == 0 and (_meshes or not hybrid):
+        kept = sum(flat._unpadded_unsharded_size.numel() * flat.dtype.itemsize for flat in flats)
+        low = root.mixed_precision.param_dtype
+        travels = kept * (low.itemsize / flats[0].dtype.itemsize if low else 1.0)
+        what = ShardedWeights(len(flats), travels, travels)
+        _tell_costs(current, None if hybrid else root.process_group, what, kept)
     return result
 
 
-def _tell_costs(current: session.Session, ranks: Sequence[int], what: ShardedWeights, kept: float) -> None:
-    """Weights sharded over several clusters: what that takes, and what hybrid would. kept: their bytes."""
-    network_api, clusters = network_api_of(backend_of()) or SOCKETS, current.plan.by_cluster(ranks)
+def _tell_costs(current: Session, group: Any, what: ShardedWeights, kept: float) -> None:
+    """What sharding over a group takes, and hybrid (None: it is in force). kept: the weights' bytes."""
+    plan, ranks = current.plan, group_ranks(group)
+    clusters = plan.by_cluster(ranks)
     if len(clusters) < 2:
         return
-    taken = sharded_seconds(current.plan, ranks, what, network_api)
+    members = list(map(len, clusters.values()))
+    possible = len(ranks) == plan.world_size and len(set(members)) == 1
+    network_api = network_api_of(backend_of()) or SOCKETS
+    flat_s, hybrid_s = (sharded_seconds(plan, ranks, what, network_api, hybrid=hybrid)
+                        for hybrid in (False, possible))
+    here, before = (format_bytes(STATES * kept / count) for count in (members[0], len(ranks)))
+    memory = f"{here} of weights, gradients and AdamW's moments on each rank in place of {before}"
     text = (f"FSDP gathers {format_bytes(what.weight_bytes)} of weights across clusters "
-            f"{', '.join(clusters)} in every step, {taken:.3g} s of it (predicted)")
-    if len(ranks) == current.plan.world_size and len(set(map(len, clusters.values()))) == 1:
-        members = list(clusters.values())
-        hybrid = sharded_seconds(current.plan, ranks, what, network_api, hybrid=True)
-        text += f"; --holmes-fsdp hybrid: {hybrid:.3g} s, with {_memory(kept, len(members[0]), len(ranks))}"
+            f"{', '.join(clusters)} in every step, {flat_s:.3g} s of it (predicted)")
+    if group is None:
+        text = (f"FSDP hybrid: sharded inside each of {len(clusters)} clusters, {hybrid_s:.3g} s of a step "
+                f"in place of {flat_s:.3g} s (predicted), with {memory}")
+    elif possible:
+        text += f"; --holmes-fsdp hybrid: {hybrid_s:.3g} s, with {memory}"
     tell(current, text)
 
 
-def _tell_crossing(current: session.Session, mesh: Any, what: ShardedWeights) -> None:
+def _tell_crossing(current: Session, mesh: Any, what: ShardedWeights) -> None:
     """The program's own 2-D mesh, where no order of the nodes kept its sharding dimension inside clusters."""
-    rows, plan = mesh.mesh.tolist(), current.plan
+    rows, plan, network_api = mesh.mesh.tolist(), current.plan, network_api_of(backend_of()) or SOCKETS
     if not (crossing := straddling_rows(plan, rows)):
         return
-    taken = max(sharded_seconds(plan, row, what, network_api_of(backend_of()) or SOCKETS) for row in rows)
+    taken = max(sharded_seconds(plan, row, what, network_api) for row in rows)
     name, clusters = (mesh.mesh_dim_names or ("", "1"))[1], plan.by_cluster(range(plan.world_size))
     most = gcd(*map(len, clusters.values()))
     held = ", ".join(f"{cluster} {len(members)}" for cluster, members in clusters.items())
@@ -201,23 +186,6 @@ def _tell_crossing(current: session.Session, mesh: Any, what: ShardedWeights) ->
     fits = f"size {most}, or a part of it, would not" if most > 1 else any_does
     tell(current, f"FSDP's mesh: dimension {name} (size {len(rows[0])}) crosses clusters: {crossing}, so "
                   f"every layer's weights cross, {taken:.3g} s of a step (predicted); {fits}")
-
-
-def _tell_hybrid(current: session.Session, what: ShardedWeights, kept: float) -> None:
-    ranks = range(current.plan.world_size)
-    members, network_api = equal_groups(current.plan, ranks), network_api_of(backend_of()) or SOCKETS
-    hybrid, flat = (sharded_seconds(current.plan, ranks, what, network_api, hybrid=hybrid)
-                    for hybrid in (True, False))
-    tell(
-        current,
-        f"FSDP hybrid: sharded inside each of {len(members)} clusters, {hybrid:.3g} s of a step in place of "
-        f"{flat:.3g} s (predicted), with {_memory(kept, len(members[0]), len(ranks))}",
-    )
-
-
-def _memory(kept: float, inside: int, everywhere: int) -> str:
-    here, before = (format_bytes(STATES * kept / count) for count in (inside, everywhere))
-    return f"{here} of weights, gradients and AdamW's moments on each rank in place of {before}"
 
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"

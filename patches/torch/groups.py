@@ -1,7 +1,6 @@
 """torch.distributed under a plan: who hosts the store, and a NIC for every process group.
 
-Every way torch makes a group (init_process_group, new_group, new_subgroups, DeviceMesh) ends in
-_new_process_group_helper; split_group alone goes past it.
+Whatever makes a group (also DeviceMesh) ends in _new_process_group_helper, all but split_group.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
-from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends
+from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, options_of
 from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_forget
 from holmes_ext.runtime.groups.transport import as_made, gloo_interface, nccl_options, refuse_forced
-from holmes_ext.runtime.session import GroupRecord
+from holmes_ext.runtime.session import GroupRecord, Session
 from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.words import some_of
+
+_C10D = "torch.distributed.distributed_c10d"
 
 
 @with_session
 @by_name
 def _host_store_where_launched(current, wrapped, instance, hostname, port, rank, *rest, **more):
     """Host on the launcher's rank 0, whose address MASTER_ADDR is, whatever rank the process has now."""
-    hosting_rank = 0 if current.process.rank == 0 else max(1, current.process.rank)
-    store = wrapped(hostname, port, hosting_rank, *rest, **more)
+    store = wrapped(hostname, port, current.process.rank, *rest, **more)
     if not current.process.agent_store:
         return store
     # torchrun's agents keep it when they restart the job: away from the addresses that dead ranks left there
@@ -71,7 +70,6 @@ def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, glob
 def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_ranks=None, timeout=None,
                               pg_options=None, **more):
     """The same for split_group, whose default is the parent's options: all but its network still are."""
-    import torch
     import torch.distributed as dist
 
     parent: Any = parent_pg or dist.group.WORLD
@@ -80,8 +78,7 @@ def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_
         return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
     ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in my_part), backend_of(parent)
     if backend == "nccl":
-        parent_options = parent._get_backend(torch.device("cuda")).options
-        pg_options = _options(current, ranks, pg_options, timeout, parent_options)
+        pg_options = _options(current, ranks, pg_options, timeout, options_of(parent))
     with gloo_interface(current.transport(ranks, "gloo")):
         new_group = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
     _record(current, more.get("group_desc") or "split", ranks, backend, pg_options)
@@ -100,14 +97,10 @@ def _let_threads_forget(current, wrapped, instance, args, kwargs):
 _agreed = itertools.count()
 
 
-def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -> None:
-    """Compare plan and patches here with what the first rank that came by had; ranks that differ in them
-    would hang.
-
-    Before the default group is made, in a few store operations for each rank. HolmesError names the
-    difference and both ranks, on the rank that differs first; the others, which wait (if `waits`) until all
-    have compared, get RemoteError: nobody is left in a group that never comes about.
-    """
+def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
+    """Compare plan and patches with the first rank's, before the default group is made: ranks that differ in
+    them would hang. HolmesError names the difference and both ranks, on the rank that differs first; the
+    others, which wait (if `waits`) until all have compared, get RemoteError."""
     prefix = f"{current.round}/agree/{next(_agreed)}"
     mine = {"who": f"rank {current.rank} on {current.node.name}", "plan's digest": current.plan.digest}
     mine.update(registry().states())
@@ -124,26 +117,20 @@ def agree_on_patches(store: Any, current: session.Session, waits: bool = True) -
     store.set(f"{prefix}/rank/{current.rank}", "")
     if store.add(f"{prefix}/count", 1) == current.plan.world_size:
         store.set(f"{prefix}/difference", "none")
-    _await_all(store, prefix, current)
+    try:
+        store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
+    except RuntimeError:  # torch.distributed.DistError is one
+        everyone = range(current.plan.world_size)
+        missing = [rank for rank in everyone if not store.check([f"{prefix}/rank/{rank}"])]
+        what = f"did not come to init_process_group within {current.options.timeout} s (--holmes-timeout)"
+        raise HolmesError(
+            f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}") from None
     if (difference := store.get(f"{prefix}/difference").decode()) != "none":
         raise RemoteError(difference)
 
 
-def _await_all(store: Any, prefix: str, current: session.Session) -> None:
-    try:
-        store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
-    except RuntimeError:  # torch.distributed.DistError is one
-        missing = [rank for rank in range(current.plan.world_size)
-                   if not store.check([f"{prefix}/rank/{rank}"])]
-        what = f"did not come to init_process_group within {current.options.timeout} s (--holmes-timeout)"
-        raise HolmesError(
-            f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}") from None
-
-
-def _options(
-    current: session.Session, ranks: tuple[int, ...], given: Any, timeout: timedelta | None,
-    parent: Any = None
-) -> Any:
+def _options(current: Session, ranks: tuple[int, ...], given: Any, timeout: timedelta | None,
+             parent: Any = None) -> Any:
     """parent: options of the group that this one is split from."""
     from torch.distributed import ProcessGroupNCCL
 
@@ -157,7 +144,7 @@ def _options(
     return nccl_options(over, given, ProcessGroupNCCL.Options, timeout, parent)
 
 
-def _record(current: session.Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:
+def _record(current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:
     planned, fabrics = current.transport(ranks, backend), current.site.fabric_by_name
     transport = as_made(planned, current.node, backend, fabrics, options)
     current.groups.append(GroupRecord(name, ranks, backend, transport))
@@ -171,12 +158,12 @@ PATCHES = (
     Patch(RANKS, "torch.distributed.rendezvous:_create_c10d_store",
           "rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
           _host_store_where_launched),
-    Patch(NICS, "torch.distributed.distributed_c10d:_new_process_group_helper",
+    Patch(NICS, f"{_C10D}:_new_process_group_helper",
           "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic),
-    Patch(NICS, "torch.distributed.distributed_c10d:split_group",
+    Patch(NICS, f"{_C10D}:split_group",
           "split_group copies the parent's options, so a split would keep the parent's network",
           _give_split_group_its_nic, only=">=2.5"),
-    Patch(RANKS, "torch.distributed.distributed_c10d:destroy_process_group",
+    Patch(RANKS, f"{_C10D}:destroy_process_group",
           "DistributedDataParallel ends its group with the interpreter's lock held, for which gloo waits",
           _let_threads_forget),
 )  # fmt: skip

@@ -1,12 +1,10 @@
-"""Joined jobs of plain torch, DistributedDataParallel, FSDP2 and what is built on them (transformers'
-Trainer).
+"""Joined jobs of plain torch, DistributedDataParallel, FSDP2 and what is built on them.
 
     optimizer.step()   before the first: join;   after each: a round may begin or end (torch's global hooks)
     FSDP2              DTensor parameters: each rank exchanges its shard
     DistributedSampler num_replicas K x R, rank k R + r: job k of K reads its part (--holmes-outer part=k/K)
 
-A GradScaler that skips a step does not call optimizer.step(), so skipped steps do not count. The row is the
-optimizer's parameters in its order.
+Steps that a GradScaler skips do not count. The row is the optimizer's parameters in its order.
 """
 
 from __future__ import annotations
@@ -38,18 +36,17 @@ def detach() -> None:
 def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     from torch.optim import Optimizer
 
-    if not training.claim(optimizer, lambda: _adapter(optimizer)) and isinstance(training.owner(), Optimizer):
+    def adapter() -> training.FrameworkAdapter:
+        return training.FrameworkAdapter("torch", lambda: weights_of(optimizer),
+                                         lambda: _local(_parameters(optimizer)[0][1]).device)
+
+    if not training.claim(optimizer, adapter) and isinstance(training.owner(), Optimizer):
         raise HolmesError("--holmes-join: the script has two optimizers; jobs of one optimizer can join")
 
 
 def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     if training.owner() is optimizer:
         training.stepped()
-
-
-def _adapter(optimizer: Any) -> training.FrameworkAdapter:
-    return training.FrameworkAdapter(
-        "torch", lambda: weights_of(optimizer), lambda: _local(_parameters(optimizer)[0][1]).device)
 
 
 def weights_of(optimizer: Any) -> training.WeightShards:
@@ -65,12 +62,9 @@ def weights_of(optimizer: Any) -> training.WeightShards:
                 f"--holmes-join: parameter {name} is not contiguous in memory, so jobs cannot join")
         parts.append((name, _offset(name, p), local.view(-1)))
     places = [(p, _local(p).data_ptr()) for _, p in named]
-
-    def moved() -> bool:
-        return any(_local(p).data_ptr() != place for p, place in places)
-
-    return training.WeightShards("all ranks", [(name, tuple(p.shape), str(p.dtype)) for name, p in named],
-                                 parts, moved)
+    return training.WeightShards(
+        "all ranks", [(name, tuple(p.shape), str(p.dtype)) for name, p in named], parts,
+        moved=lambda: any(_local(p).data_ptr() != place for p, place in places))
 
 
 def _parameters(optimizer: Any) -> list[tuple[str, Any]]:

@@ -1,11 +1,10 @@
 """torch.distributed.pipelining with the passes that the plan lists (--holmes-passes auto).
 
 A schedule of one stage a rank (1F1B, GPipe) hands each training step to torch's runtime for lists of actions,
-_PipelineScheduleRuntime, which adds the sends. It would post a receive where the other end sends if edges
-took no time: a message over a slow edge then waits for its receiver, so receives stand where
-runtime/groups/receive_order.py has them. Its backward passes of inputs and of weights are
-not torch's, which keep the whole graph until the weights' turn: linear layers keep what their weights need,
-and no more (runtime/reduce/weight_gradients.py). So parameters' hooks see every gradient, too.
+_PipelineScheduleRuntime, which adds the sends. It posts receives as if edges took no time, so that messages
+over slow ones wait: here they stand where runtime/groups/receive_order.py has them. Torch's backward passes
+of inputs keep the whole graph until the weights' turn: here linear layers keep what their weights need
+(runtime/reduce/weight_gradients.py), and parameters' hooks see every gradient.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import PASSES
 from holmes_ext.patches.torch.pipelining import sizes_of
 from holmes_ext.plan.passes.schedule import PassOrder
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.receive_order import listed_passes
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
+from holmes_ext.runtime.session import Session
 
-#: schedule -> torch's runtime with the plan's passes; None where its own run.
-_listed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-#: Schedules whose gradients torch's runtime leaves undivided: before 2.10 it divides after full backward
-#: passes alone.
-_undivided: weakref.WeakSet[Any] = weakref.WeakSet()
+#: schedule -> torch's runtime with the plan's passes (None where its own run), and whether that leaves
+#: gradients undivided: before torch 2.10 it divides after full backward passes alone.
+_listed: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
 #: Stages whose passes are the plan's.
 _stages: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.WeakKeyDictionary()
 
@@ -41,17 +38,17 @@ def _step(current, wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs)
     if instance not in _listed:
         _listed[instance] = _made(current, instance)
-    runtime = _listed[instance]
+    runtime, undivided = _listed[instance]
     if runtime is None:
         return wrapped(*args, **kwargs)
     outputs = runtime.step(*args, **kwargs)
-    if instance in _undivided:
+    if undivided:
         instance._stage.scale_grads(instance._n_microbatches if instance.scale_grads else 1)
     return outputs
 
 
-def _made(current: session.Session, schedule: Any) -> Any:
-    """The runtime that runs `schedule` with the plan's passes; None where its own run."""
+def _made(current: Session, schedule: Any) -> tuple[Any, bool]:
+    """What _listed holds of `schedule`."""
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining import schedules
@@ -61,25 +58,22 @@ def _made(current: session.Session, schedule: Any) -> Any:
     group = stage.group or dist.group.WORLD
     network_api, sizes = network_api_of(backend_of(group)), sizes_of(current, group_ranks(group))
     if sizes is None or not network_api:
-        return None
+        return None, False
     if not (texts := current.plan_for(sizes).traffic_of(network_api).passes):
-        return None
+        return None, False
     planned = listed_passes(texts, network_api)
-    reducing = "its stages reduce under their last backward (DistributedDataParallel, fully_shard)"
-    if reason := next((text for text, holds in {
-        f"{reducing}; give plain modules": isinstance(stage.submod, (DistributedDataParallel, FSDPModule)),
-        f"a step has {schedule._n_microbatches} micro-batches, the plan's passes are of "
-        f"{planned.micro_batches}":
-            schedule._n_microbatches != planned.micro_batches,
-        f"it has {stage.num_stages} stages, the plan {len(texts)}": stage.num_stages != len(texts),
-    }.items() if holds), ""):  # fmt: skip
-        text = f"{type(schedule).__name__} keeps its own passes: {reason}"
-        tell(current, text, once=text)
-        return None
-    kinds = {
-        "F": schedules.FORWARD, "B": schedules.FULL_BACKWARD, "I": schedules.BACKWARD_INPUT,
-        "W": schedules.BACKWARD_WEIGHT,
-    }  # fmt: skip
+    count, reason = schedule._n_microbatches, ""
+    if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
+        reason = ("its stages reduce under their last backward (DistributedDataParallel, fully_shard); give "
+                  "plain modules")
+    elif count != planned.micro_batches:
+        reason = f"a step has {count} micro-batches, the plan's passes are of {planned.micro_batches}"
+    elif stage.num_stages != len(texts):
+        reason = f"it has {stage.num_stages} stages, the plan {len(texts)}"
+    if reason:
+        tell(current, f"{type(schedule).__name__} keeps its own passes: {reason}", once=True)
+        return None, False
+    kind_of = schedules._ComputationType.from_str
     runtime = schedules._PipelineScheduleRuntime(
         [stage], schedule._n_microbatches, loss_fn=schedule._loss_fn, scale_grads=schedule.scale_grads,
         args_chunk_spec=schedule._args_chunk_spec, kwargs_chunk_spec=schedule._kwargs_chunk_spec,
@@ -87,15 +81,14 @@ def _made(current: session.Session, schedule: Any) -> Any:
     )  # fmt: skip
     load = "_prepare_schedule_with_comms"
     getattr(runtime, load if hasattr(runtime, load) else "_load_actions")({  # torch 2.8
-        place: [schedules._Action(place, kinds[letter], number) for letter, number in order]
+        place: [schedules._Action(place, kind_of(letter), number) for letter, number in order]
         for place, order in enumerate(planned.stages)
     })  # fmt: skip
     orders = runtime.pipeline_order_with_comms
     orders[runtime.rank] = _with_receives(orders[runtime.rank], planned, stage.stage_index)
-    if not hasattr(schedules, "REDUCE_GRAD") and planned.stages[stage.stage_index][-1][0] == "W":
-        _undivided.add(schedule)
     _stages[stage] = WeightGradients()
-    return runtime
+    ends_with = planned.stages[stage.stage_index][-1][0]
+    return runtime, ends_with == "W" and not hasattr(schedules, "REDUCE_GRAD")
 
 
 def _with_receives(actions: list[Any], planned: PassOrder, stage: int) -> list[Any]:
@@ -108,7 +101,10 @@ def _with_receives(actions: list[Any], planned: PassOrder, stage: int) -> list[A
             receives[after].append(action)
         else:
             rest.append((action, (kind, action.microbatch_index) if what == "SEND" else action))
-    return receives[None] + [step for action, sent in rest for step in (action, *receives[sent])]
+    ordered = receives[None]
+    for action, sent in rest:
+        ordered += [action, *receives[sent]]
+    return ordered
 
 
 @by_name

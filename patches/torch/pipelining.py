@@ -4,18 +4,16 @@
                stages on clusters; where another order of the ranks would keep more inside, one line says so
     messages   schedules send over the pipeline's group, which is on Ethernet once it crosses: each pair of
                neighbours gets a group of its own on what the two share (runtime/groups/pairs.py)
-    gradients  a stage in DistributedDataParallel reduces in the backward of its last micro-batch and waits
-               for it at that pass's end: before it sends its gradient on to the stage before, so the stages
-               reduce one after another, and before the backward passes of the rank's other stages. Here it
-               goes on; all is awaited, and scaled, at the end of the schedule
+    gradients  a stage in DistributedDataParallel waits for its reduction at the end of its last backward:
+               before it sends its gradient on, so that the stages reduce one after another, and before the
+               rank's other stages. Here it goes on; all is awaited, and scaled, at the end of the schedule
 
 Breadth-first order (LoopedBFS; arXiv 2211.05953) makes the gradients of a rank's later stages final long
-before those of its first: then only the first one's reduction is left to wait for. FSDP's stages
-(perform_reduce_grad) reduce and wait as torch does it: on streams of its own with NCCL, at once with gloo.
+before those of its first: then only the first one's reduction is left to wait for. FSDP's stages reduce and
+wait as torch does it: on streams of its own with NCCL, at once with gloo.
 
-Under NCCL (run on emulated GPUs): torch launches a stage's all-reduces as its last backward makes its
-gradients, all ranks of a data-parallel group in the same order, since they run the same schedule. The pair
-groups keep the order of messages that the pipeline's group had in each direction of a pair.
+Under NCCL (run on emulated GPUs) all ranks of a data-parallel group launch a stage's all-reduces in the same
+order, since they run the same schedule. Pair groups keep the order of messages in each direction of a pair.
 """
 
 from __future__ import annotations
@@ -30,48 +28,40 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch import ddp
 from holmes_ext.patches.torch.features import PIPELINING
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import check_grid, tell
 from holmes_ext.runtime.groups.pairs import pair_groups
+from holmes_ext.runtime.session import Session
 
 #: pipeline group -> the other's rank -> the pair's group.
 _pairs: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-#: Of the schedule that runs: stage -> what scales its gradients once they are reduced; None outside.
-_open: dict[Any, Callable[[], Any] | None] | None = None
+#: Of the schedule that runs: stage -> what scales its gradients once they are reduced.
+_open: dict[Any, Callable[[], Any]] = {}
 
 
-def _prepare(current: session.Session, schedule: Any, stages: list[Any]) -> None:
+def _prepare(current: Session, schedule: Any, stages: list[Any]) -> None:
     """Before a schedule's first step, which is what all ranks of a pipeline do together."""
-    import torch.distributed as dist
-
-    group = stages[0].group or dist.group.WORLD
-    if group not in _pairs:
-        if (sizes := sizes_of(current, group_ranks(group))) is not None:
-            check_grid(current, sizes)
-        # torch >= 2.15 can make a group for each edge itself
-        per_edge = getattr(stages[0], "p2p_per_edge", False)
-        _pairs[group] = {} if per_edge else pair_groups(current, group)
-        if (_pairs[group] and backend_of(group) == "nccl"
-                and any(hasattr(stage, "pipe_info") for stage in stages)):
-            _meet(group)
-        if text := _unreduced(schedule, stages):
-            tell(current, text, once=text)
-    for stage in stages:
-        ddp.let_finish_later(stage.submod)
-
-
-def _meet(group: Any) -> None:
-    """The communicator of all of a pipeline's ranks, which only two of them would make with the first message
-    of a skip connection: stages of a traced Pipe may have some, forward only (torch 2.13 refuses their
-    backward and sends them one by one; older ones send them in a batch, over this communicator)."""
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
+    group = stages[0].group or dist.group.WORLD
+    if group in _pairs:
+        return
+    if (sizes := sizes_of(current, group_ranks(group))) is not None:
+        check_grid(current, sizes)
+    # torch >= 2.15 can make a group for each edge itself
+    per_edge = getattr(stages[0], "p2p_per_edge", False)
+    _pairs[group] = {} if per_edge else pair_groups(current, group)
+    traced = any(hasattr(stage, "pipe_info") for stage in stages)
+    if _pairs[group] and backend_of(group) == "nccl" and traced:
+        # Makes the communicator of all ranks, where only two would come with the first message of a skip
+        # connection: a traced Pipe may have some, forward only (torch 2.13 refuses their backward and sends
+        # them one by one; older ones send them in a batch, over this communicator).
+        dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
+    tell(current, _unreduced(schedule, stages), once=True)
 
 
-def sizes_of(current: session.Session, ranks: list[int]) -> Sizes | None:
+def sizes_of(current: Session, ranks: list[int]) -> Sizes | None:
     """Complete sizes of the job whose pipelines are like `ranks`; None where those do not tell its grid."""
     world, planned = current.plan.world_size, current.plan.sizes
     if len(ranks) < 2 or world % len(ranks):
@@ -92,9 +82,8 @@ def _unreduced(schedule: Any, stages: Any) -> str:
     passes = {action.computation_type.name for order in orders for action in order if action is not None}
     if "BACKWARD_WEIGHT" not in passes or all(module.process_group.size() == 1 for module in modules):
         return ""
-    name = type(schedule).__name__
-    return (f"{name} computes weight gradients where DistributedDataParallel's hooks do not see them: torch "
-            f"leaves them unreduced, so replicas drift apart; use fully_shard")
+    return (f"{type(schedule).__name__} computes weight gradients where DistributedDataParallel's hooks do "
+            f"not see them: torch leaves them unreduced, so replicas drift apart; use fully_shard")
 
 
 class _Works(list[Any]):
@@ -116,8 +105,11 @@ def _over_pairs(wrapped, instance, p2p_ops, *rest, **more):
     for op in p2p_ops:
         over = groups.get(op.peer, op.group)  # a skip connection's ends are no neighbours
         of_group[over].append(dist.P2POp(op.op, op.tensor, op.peer, over, op.tag))
-    started = [wrapped(ops, *rest, **more) for ops in of_group.values()]
-    return _Works(work for batch in started for work in (batch if isinstance(batch, list) else [batch]))
+    works = _Works()
+    for ops in of_group.values():
+        started = wrapped(ops, *rest, **more)
+        works += started if isinstance(started, list) else [started]
+    return works
 
 
 @with_session
@@ -128,17 +120,16 @@ def _step(current, wrapped, instance, args, kwargs):
     _prepare(current, instance, stages)
     trained = stages if instance._has_backward else ()
     waiting = {stage: state for stage in trained if (state := ddp.begin_later(stage.submod))}
-    if not waiting:
+    if not waiting:  # a step inside another's (passes.py), too
         return wrapped(*args, **kwargs)
-    _open = dict.fromkeys(waiting)
+    _open = dict.fromkeys(waiting, lambda: None)
     try:
         result = wrapped(*args, **kwargs)
         for stage, state in waiting.items():
             state.finish()
-            if (scale := _open[stage]) is not None:
-                scale()
+            _open[stage]()
     finally:
-        _open = None
+        _open = {}
         for state in waiting.values():
             state.later = None
     return result
@@ -146,10 +137,9 @@ def _step(current, wrapped, instance, args, kwargs):
 
 def _scale(wrapped, instance, args, kwargs):
     """scale_grads(grad_scale_factor), which divides gradients by the number of micro-batches."""
-    if _open is None or instance not in _open:
+    if instance not in _open:
         return wrapped(*args, **kwargs)
     _open[instance] = lambda: wrapped(*args, **kwargs)
-    return None
 
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"

@@ -1,7 +1,6 @@
 """Telemetry's and the watchdog's view of a job's communication: torch's process groups.
 
-Python code reaches the network through the methods of two classes of torch's, so these are the fewest places
-that see everything:
+Python code reaches the network through the methods of two classes of torch's:
 
     dist.all_reduce, send, ... -> ProcessGroup.allreduce, send, ...   an operation starts
                                   Work.wait                           the program waits for one
@@ -12,7 +11,6 @@ telemetry is on (ddp.py). Without a recorder each costs one look.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
@@ -20,14 +18,15 @@ from holmes_ext.patches.torch.features import TELEMETRY
 from holmes_ext.runtime.measure import telemetry
 
 _C10D = "torch.distributed.distributed_c10d"
+_GROUP = f"{_C10D}:ProcessGroup"
 
-#: ProcessGroup's method -> (the operation, which argument is the payload). Of an all-gather and a
-#: reduce-scatter it is this rank's share.
-METHODS: dict[str, tuple[str, int | None]] = {
+#: ProcessGroup's method -> arguments of _starts(); of gathers and scatters the payload is this rank's share.
+METHODS: dict[str, tuple[Any, ...]] = {
     "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0), "broadcast": ("broadcast", 0),
     "reduce": ("reduce", 0), "allgather": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
     "gather": ("gather", 1), "scatter": ("scatter", 0), "reduce_scatter": ("reduce_scatter", 0),
-    "alltoall": ("all_to_all", 1), "barrier": ("barrier", None),
+    "alltoall": ("all_to_all", 1), "barrier": ("barrier", None), "send": ("send", 0, 1),
+    "recv": ("receive", 0, 1),
 }  # fmt: skip
 #: Those of one tensor: what torch calls from 2.13 on, what it called before.
 RENAMED = (
@@ -44,31 +43,27 @@ def _bytes(value: Any) -> int:
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else value.nbytes
 
 
-def _starts(name: str, payload: int | None, to: int | None = None) -> Callable[[Any], Any]:
+def _starts(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
     """A method that starts operation `name`: which of its arguments is the payload (None: it has none), and
     which the other's rank in the group (None: all take part)."""
     needed = max(-1 if place is None else place for place in (payload, to))
 
-    def replace(original: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder = telemetry.recorder
-            if recorder is None or len(args) <= needed:
-                return original(self, *args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder, op = telemetry.recorder, None
+        if recorder is not None and len(args) > needed:
             size = 0 if payload is None else _bytes(args[payload])
             op = recorder.launch(self, name, size, None if to is None else args[to])
-            if op is None:
-                return original(self, *args, **kwargs)
-            try:
-                work = original(self, *args, **kwargs)
-            except BaseException:
-                recorder.failed(op)
-                raise
-            recorder.launched(op, work, self)
-            return work
+        if recorder is None or op is None:
+            return original(self, *args, **kwargs)
+        try:
+            work = original(self, *args, **kwargs)
+        except BaseException:
+            recorder.failed(op)
+            raise
+        recorder.launched(op, work, self)
+        return work
 
-        return call
-
-    return replace
+    return call
 
 
 def _wait(original: Any) -> Any:
@@ -82,41 +77,33 @@ def _wait(original: Any) -> Any:
     return wait
 
 
-def _start_coalescing(original: Any) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if telemetry.recorder is not None:
-            telemetry.recorder.coalescing[id(self)] = []
-        return original(self, *args, **kwargs)
-
-    return call
+def _start_coalescing(wrapped, instance, args, kwargs):
+    if telemetry.recorder is not None:
+        telemetry.recorder.coalescing[id(instance)] = []
+    return wrapped(*args, **kwargs)
 
 
-def _end_coalescing(original: Any) -> Any:
+def _end_coalescing(wrapped, instance, args, kwargs):
     """The one work of a block stands for all its operations."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        work = original(self, *args, **kwargs)
-        if telemetry.recorder is not None:
-            telemetry.recorder.block_ended(self, work)
-        return work
-
-    return call
+    work = wrapped(*args, **kwargs)
+    if telemetry.recorder is not None:
+        telemetry.recorder.block_ended(instance, work)
+    return work
 
 
-def _patch(
-    method: str, replace: Callable[[Any], Any], reason: str = "", holder: str = "ProcessGroup", only: str = ""
-) -> Patch:
-    reason = reason or "operations are timed, and seen by the watchdog, where torch starts them"
-    return Patch(TELEMETRY, f"{_C10D}:{holder}.{method}", reason, replace=replace, only=only)
+def _starting(method: str, about: tuple[Any, ...], only: str = "") -> Patch:
+    return Patch(TELEMETRY, f"{_GROUP}.{method}",
+                 "operations are timed, and seen by the watchdog, where torch starts them",
+                 replace=lambda original: _starts(original, *about), only=only)
 
 
 PATCHES = (
-    *(_patch(method, _starts(*about)) for method, about in METHODS.items()),
-    *(_patch(new, _starts(*about), only=">=2.13") for new, _, about in RENAMED),
-    *(_patch(old, _starts(*about), only="<2.13") for _, old, about in RENAMED),
-    _patch("send", _starts("send", 0, 1)),
-    _patch("recv", _starts("receive", 0, 1)),
-    _patch("_start_coalescing", _start_coalescing, "operations inside a block have no work of their own"),
-    _patch("_end_coalescing", _end_coalescing, "the work of a block of operations"),
-    _patch("wait", _wait, "what the program waits for is what communication costs it", "Work"),
-)
+    *(_starting(method, about) for method, about in METHODS.items()),
+    *(_starting(new, about, ">=2.13") for new, _, about in RENAMED),
+    *(_starting(old, about, "<2.13") for _, old, about in RENAMED),
+    Patch(TELEMETRY, f"{_GROUP}._start_coalescing", "operations inside a block have no work of their own",
+          _start_coalescing),
+    Patch(TELEMETRY, f"{_GROUP}._end_coalescing", "the work of a block of operations", _end_coalescing),
+    Patch(TELEMETRY, f"{_C10D}:Work.wait", "what the program waits for is what communication costs it",
+          replace=_wait),
+)  # fmt: skip

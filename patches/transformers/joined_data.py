@@ -1,8 +1,5 @@
-"""Joined jobs of transformers' Trainer (docs/joined.md): its optimizer is torch's, its training data are
-shared out.
-
-    get_train_dataloader     sees this job's part as train_dataset, and makes and prepares a sampler of that
-"""
+"""Joined jobs of transformers' Trainer (docs/joined.md): its optimizer is torch's; get_train_dataloader sees
+this job's part as train_dataset, and makes and prepares a sampler of that."""
 
 from __future__ import annotations
 

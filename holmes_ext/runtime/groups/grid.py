@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Literal
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
@@ -66,8 +67,9 @@ def say(sizes: Sizes) -> str:
     return ", ".join(named) or "pipeline=1"
 
 
-def tell(current: Session, text: str, once: str = "") -> None:
-    """On rank 0; a text about `once` only the first time in this process."""
-    if text and current.rank == 0 and once not in _told:
+def tell(current: Session, text: str, once: str | Literal[True] = "") -> None:
+    """On rank 0; a text about `once` (True: the same text) only the first time in this process."""
+    about = text if once is True else once
+    if text and current.rank == 0 and about not in _told:
         print(f"holmes: {text}", file=sys.stderr, flush=True)
-        _told.update(filter(None, [once]))
+        _told.update(filter(None, [about]))

@@ -154,10 +154,11 @@ def test_the_options_of_a_split_are_its_parents_but_for_the_network(on_nccl, mon
     """Stock copies the parent's: fresh defaults would lose priority, CTAs and the rest."""
     own = Options()
     own.config.net_name, own.config.max_ctas, own.is_high_priority_stream = "IB", 7, True
-    parent = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=own))
+    parent = SimpleNamespace()
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
     monkeypatch.setattr(torch_distributed, "backend_of", lambda group: "nccl")
+    monkeypatch.setattr(torch_distributed, "options_of", lambda group: own)
     got = []
     torch_distributed._give_split_group_its_nic(lambda *a, **k: got.append(a), None, (parent, [[0, 1]]), {})
     ((_, _, _, made),) = got
