@@ -1,8 +1,5 @@
-"""What holmes patches in megatron-core, Megatron-LM and Megatron-DeepSpeed, and which of them is loaded.
-
-megatron-core is installed, or run from a source tree such as Megatron-LM's, under any path;
-Megatron-DeepSpeed brings a megatron.core of its own (0.2) beside or over an installed one.
-"""
+"""What holmes patches in megatron-core (installed, or run from a source tree such as Megatron-LM's, under any
+path), Megatron-LM and Megatron-DeepSpeed, which brings a megatron.core of its own (0.2)."""
 
 from __future__ import annotations
 
@@ -18,12 +15,8 @@ from holmes_ext.plan.engine import EngineTraits
 
 
 def loaded_version() -> str | None:
-    """The version of the megatron.core that the program imports, from its package_info (megatron.core is not
-    whole yet).
-
-    None when it is the copy that Megatron-DeepSpeed brings: its pipeline is DeepSpeed's, and there is nothing
-    in it to patch.
-    """
+    """Of the megatron.core that the program imports, from its package_info (megatron.core is not whole yet);
+    None of Megatron-DeepSpeed's copy: its pipeline is DeepSpeed's, there is nothing in it to patch."""
     version = importlib.import_module("megatron.core.package_info").__version__
     return None if version.startswith("0.2.") and _is_megatron_deepspeed() else version
 
@@ -49,8 +42,7 @@ _core = partial(
 )
 #: Sends and receives of a stage are methods of a class from 0.14 on (P2P_CLASS below).
 _later = partial(_core, versions="megatron-core>=0.14,<0.21", tried=_TRIED[2:], read=())
-#: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no
-#: megatron.training.
+#: Megatron-LM is run from its checkout: megatron-core alone has no megatron.training.
 _lm = partial(_core, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), read=())
 
 GROUPS = _core("megatron-groups", what="checks that the groups made are those planned for")
@@ -84,19 +76,15 @@ JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", option="join", idle=("",), b
 MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
     what="empty stubs for missing imports that a GPT never uses")
 
-
-# --------------------------------------------------------------------------- what the versions have or lack
-
 #: what -> the first version that has it.
 _SINCE = {
-    # TransformerConfig.pipeline_model_parallel_layout: before, the first and the last stage alone can have
-    # layers of their own
-    "layout": "0.13.0",
-    # the distributed optimizer's buckets are laid out before they are made
-    "layout of buckets": "0.18.0",
+    "layout": "0.13.0",  # TransformerConfig.pipeline_model_parallel_layout
+    "layout of buckets": "0.18.0",  # the distributed optimizer's, before they are made
 }
 #: Where sends and receives of a stage are: functions of p2p_communication, then methods of a class in it.
 P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
+P2P_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def has(what: str) -> bool:
