@@ -4,8 +4,7 @@
     TransformerConfig            the plan's layers, by the public pipeline_model_parallel_layout (before 0.13:
                                  by num_layers_in_first_pipeline_stage and ..._last_...); a user's split wins
 
-Where the groups land is settled before: RANK is renumbered, patches/torch/groups.py gives each its transport.
-"""
+Where groups land is settled before: RANK is renumbered, patches/torch/groups.py gives each its transport."""
 
 from __future__ import annotations
 
@@ -86,10 +85,13 @@ def _initialize(current, wrapped, instance, args, kwargs):
     if asked["pipeline_model_parallel_size"] > 1:
         from megatron.core import parallel_state
 
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        for group in pipeline if isinstance(pipeline, list) else [pipeline]:
+        groups = parallel_state.get_pipeline_model_parallel_group()
+        for group in groups if isinstance(groups, list) else [groups]:
             megatron_p2p.pairs_of(group)
     return result
+
+
+_EARLIER = "call holmes_ext.enable() before init_process_group, or start with --holmes"
 
 
 @functools.cache
@@ -122,9 +124,7 @@ def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
     if len(distributed_c10d._world.pg_map) > 1:
         raise HolmesError(
             "initialize_model_parallel comes too late: the program has made process groups already, and "
-            "ranks cannot change under them; call holmes_ext.enable() before init_process_group, or start "
-            "with --holmes"
-        )
+            f"ranks cannot change under them; {_EARLIER}")
     sizes = sizes_of(asked, dist.get_world_size())
     # no name for the old group: what holds it keeps its listeners, which ranks of the new one would meet
     arguments = _init_arguments(dist.group.WORLD)
@@ -141,17 +141,15 @@ def _init_arguments(world: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
     backend = dist.get_backend(world)
-    device_type = "cuda" if "nccl" in backends(backend).values() else "cpu"
-    process_group = world._get_backend(torch.device(device_type))
     arguments: dict[str, Any] = {"backend": backend}
-    if device_type == "cuda":
-        if world.bound_device_id is not None or process_group._is_initialized():
+    if "nccl" in backends(backend).values():
+        nccl = world._get_backend(torch.device("cuda"))
+        if world.bound_device_id is not None or nccl._is_initialized():
             raise HolmesError(
                 "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
                 "device_id of init_process_group, or for a collective since), and chosen its devices for the "
-                "whole process; call holmes_ext.enable() before init_process_group, or start with --holmes"
-            )
-        arguments["pg_options"] = process_group.options
+                f"whole process; {_EARLIER}")
+        arguments["pg_options"] = nccl.options
     if (timeout := timeout_of(world)) is not None:
         arguments["timeout"] = timeout
     if world.bound_device_id is not None:
@@ -238,7 +236,8 @@ def _layers_as_planned(current, wrapped, instance, args, kwargs):
         own_split = str(own_split) if own_split is not None else splits
         pipeline = instance.pipeline_model_parallel_size
         virtual = instance.virtual_pipeline_model_parallel_size or 1
-        mtp_layers, planned = getattr(instance, "mtp_num_layers", None) or 0, current.plan.stage_layers
+        mtp_layers = getattr(instance, "mtp_num_layers", None) or 0
+        planned = current.plan.stage_layers
         layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own_split)
         if layout is not None and has("layout"):
             instance.pipeline_model_parallel_layout = layout

@@ -5,8 +5,7 @@ The schedule (forward_backward_pipelining_without_interleaving) sends all throug
 _communicate goes through runtime/groups/mailbox.py, and takes the number of its warm-up passes from that
 one's group: pp_group.size() - pp_group.rank() - 1. Here a group says that its size is rank +
 in_flight[stage]; a stage is still the last exactly where in_flight is 1. Tensors that the schedule frees
-after sending (deallocate_pipeline_outputs) live on in the mailbox until they have arrived.
-"""
+after sending (deallocate_pipeline_outputs) live on in the mailbox until they have arrived."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ class _Group:
 
     def __init__(self, group: Any, in_flight: int):
         last = group.rank() == group.size() - 1
-        # no other stage may look like the last one
-        self.group, self.in_flight = group, in_flight if last else max(in_flight, 2)
+        self.group = group
+        self.in_flight = in_flight if last else max(in_flight, 2)  # no other stage may look like the last
 
     def rank(self) -> int:
         return self.group.rank()
@@ -105,7 +104,8 @@ def _schedule(wrapped, instance, args, kwargs):
     from megatron.core.utils import get_model_config
 
     model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
-    config, group = get_model_config(model), parallel_state.get_pipeline_model_parallel_group()
+    config = get_model_config(model)
+    group = parallel_state.get_pipeline_model_parallel_group()
     flight = flight_of(current.plan_for(sizes), network_api_of(backend_of(group)))
     if isinstance(flight, ListedOrder):
         raise HolmesError(
@@ -119,7 +119,8 @@ def _schedule(wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs)
     import torch
 
-    box, device, wires = mailbox_of(group), next(model.parameters()).device, wires_of(config)
+    box, wires = mailbox_of(group), wires_of(config)
+    device = next(model.parameters()).device
     box.wire_to = lambda peer: wires.get(peer, PLAIN)
     box.begin(flight, kwargs["num_microbatches"], torch.empty(0, device=device))
     _step = _Step(box, flight, group.rank(), config.pipeline_dtype, device)

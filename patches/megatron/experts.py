@@ -3,13 +3,10 @@
     stock    expert e: rank e // n of its expert-parallel group, slot e % n       n experts on each rank
     placed   slot s of all ranks, one after the other, holds expert order[s]
 
-Once a layer is made, its router's rows and its experts' weights change places: only the number that an expert
-goes by is another. Checkpoints hold the placed order; one that was saved without it is trained on in its own
-order, which costs traffic and changes nothing else.
-
-Each slot's weights are gathered over the expert-parallel group, a slot at a time: (ranks of the group) x (an
-expert's bytes) beside the model. Over NCCL: read, not run.
-"""
+Once a layer is made, its router's rows and its experts' weights change places: only an expert's number is
+another. Checkpoints hold the placed order; one saved without it is trained on in its own, which costs traffic
+and changes nothing else. A slot's weights at a time are gathered over the expert-parallel group: (its ranks)
+x (an expert's bytes) beside the model. Over NCCL: read, not run."""
 
 from __future__ import annotations
 
@@ -48,8 +45,10 @@ def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> 
     import torch
     import torch.distributed as dist
 
-    ranks, per_rank = dist.get_world_size(layer.ep_group), layer.num_local_experts
-    where, slots = f"{path}, MoE layer {layer.layer_number}", _slots(layer.experts, per_rank)
+    ranks = dist.get_world_size(layer.ep_group)
+    per_rank = layer.num_local_experts
+    slots = _slots(layer.experts, per_rank)
+    where = f"{path}, MoE layer {layer.layer_number}"
     if (given.ranks, len(order)) != (ranks, ranks * per_rank):
         raise HolmesError(f"{where}: it is for {len(order)} experts on {given.ranks} ranks, this layer has "
                           f"{ranks * per_rank} on {ranks}")

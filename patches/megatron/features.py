@@ -7,6 +7,7 @@ import importlib
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -34,8 +35,7 @@ def megatron_deepspeed_version() -> str | None:
     return importlib.import_module("megatron.core.package_info").__version__
 
 
-#: PyPI has megatron-core up to 0.16; what is newer comes from checkouts of Megatron-LM, whose main calls
-#: itself 0.20.
+#: PyPI has megatron-core up to 0.16; what is newer comes from checkouts of Megatron-LM (main: 0.20).
 _TRIED = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 _core = partial(
     Feature, versions="megatron-core>=0.11,<0.21", tried=_TRIED, read=("0.11.0",), version_of=loaded_version
@@ -61,18 +61,18 @@ EXPERTS = _later("megatron-experts", option="experts", idle=("",), binding=True,
     what="experts live where holmes plan --experts placed them")
 PROFILE = _core("megatron-profile", option="profile", idle=("",),
                 what="measures layers for holmes plan --profile")
-JOINED = _later("joined-megatron", versions="megatron-core>=0.16,<0.21", tried=_TRIED[4:], option="join",
-                idle=("",), binding=True, what="jobs that join: the optimizer takes new weights")
+_JOIN: dict[str, Any] = {"option": "join", "idle": ("",), "binding": True}
+JOINED = _later("joined-megatron", versions="megatron-core>=0.16,<0.21", tried=_TRIED[4:], **_JOIN,
+                what="jobs that join: the optimizer takes new weights")
 _PARTS = "joined jobs read different parts of one data set"
-JOINED_LM_DATA = _lm("joined-megatron-lm", versions="megatron-lm>=0.16,<0.21", option="join", idle=("",),
-                     binding=True, what=_PARTS)
+JOINED_LM_DATA = _lm("joined-megatron-lm", versions="megatron-lm>=0.16,<0.21", **_JOIN, what=_PARTS)
 TELEMETRY = _core("telemetry-megatron", what="where a step begins and ends")
 LM = _lm("megatron-lm", what="--holmes flags in pretrain_gpt.py's --help")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints", what="the plan is kept in checkpoints")
 _mds = partial(Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",),
                version_of=megatron_deepspeed_version)
 MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags", what="--holmes flags in pretrain_gpt.py's --help")
-JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", option="join", idle=("",), binding=True, what=_PARTS)
+JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", **_JOIN, what=_PARTS)
 MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
     what="empty stubs for missing imports that a GPT never uses")
 

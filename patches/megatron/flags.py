@@ -10,8 +10,7 @@ from holmes_ext.runtime import session
 
 def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParser:
     """A group with what was given as defaults, and the plan's digest and nodes as arguments, for checkpoints.
-    Both programs have help texts with a bare "%", on which argparse ends --help with a traceback: they are
-    escaped."""
+    A bare "%" in both programs' help texts, on which argparse ends --help with a traceback, is escaped."""
     group = parser.add_argument_group("holmes", "one job over several clusters with different NICs")
     group.add_argument(PREFIX, action="store_true", default=True, help="switch holmes on")
     for name in NAMES:

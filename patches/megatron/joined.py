@@ -1,10 +1,8 @@
 """Joined jobs of megatron-core: the outer step comes between the inner optimizer's and the copy of the main
 weights to the model's (under FP32Optimizer, whose parameters are the model's, after the inner one).
 
-Gradients that are not finite keep step() from stepping, so such a step does not count. The row is the model's
-parameters in its own order, whether the optimizer is distributed or not. What is not tried is refused:
-experts, float8, FSDP, offload.
-"""
+A step that gradients which are not finite prevent does not count. The row is the model's parameters in its
+own order, distributed optimizer or not. What is not tried is refused: experts, float8, FSDP, offload."""
 
 from __future__ import annotations
 

@@ -55,9 +55,8 @@ def _set_layout(current: session.Session, args) -> None:
 
 
 def _set_overlap(current: session.Session, args) -> None:
-    """--overlap-grad-reduce (and the distributed optimizer's gather) where some stage's reduction would be
-    waited for. With --align-grad-reduce, the default, only the first stage overlaps: off when a later one
-    has to."""
+    """--overlap-grad-reduce (and the gather) where some stage's reduction would be waited for. With
+    --align-grad-reduce, the default, only the first stage overlaps: off when a later one has to."""
     sizes = current.plan.sizes
     stages = [stage.overlap for stage in current.stages(sizes, args.distributed_backend)] if sizes else []
     if not any(stages) or args.use_megatron_fsdp or args.use_torch_fsdp2:

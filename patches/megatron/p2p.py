@@ -3,8 +3,7 @@ two share (runtime/groups/pairs.py), not over the pipeline group, which crosses 
 
 Where edges.py carries the messages of training, its groups (two for each pair) carry those of evaluation too.
 With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world
-group, which may be on a slower fabric than the pair: it gets a twin of the pipeline group instead.
-"""
+group, which may be on a slower fabric than the pair: it gets a twin of the pipeline group instead."""
 
 from __future__ import annotations
 
@@ -97,7 +96,8 @@ def _unbatched(wrapped, instance, args, kwargs):
         return wrapped(**kwargs)
     import torch.distributed as dist
 
-    odd, requests, start = group.rank() % 2, {}, {"send": dist.isend, "recv": dist.irecv}
+    odd, requests = group.rank() % 2, {}
+    start = {"send": dist.isend, "recv": dist.irecv}
     for name in _ORDER[odd]:
         direction, side = name.split("_")
         tensor, peer = kwargs[f"tensor_{name}"], kwargs[f"{side}_pipeline_rank"]

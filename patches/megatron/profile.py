@@ -1,15 +1,13 @@
-"""--holmes-profile under megatron-core: its schedules call forward_step and backward_step, and a
-P2PCommunicator between them.
+"""--holmes-profile under megatron-core, whose schedules call forward_step, backward_step and p2p.
 
     a step     from one call of a forward_backward schedule to the next; "optimizer": all that lies between
     "reduce"   config.finalize_model_grads_func: what is left of the reduction, and the embeddings' all-reduce
 
-The interleaved schedule runs a stage's layers in chunks, which the partition's costs do not describe.
-"""
+The interleaved schedule runs a stage's layers in chunks, which the partition's costs do not describe."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -32,8 +30,7 @@ class _State:
     """Of this process: its profiler while it measures; done once the profile is written."""
 
     profiler: Profiler | None = None
-    step: Any = None
-    between: Any = None
+    open = ExitStack()  # the step, and what lies between its schedule and the next
     done = False
 
 
@@ -87,16 +84,14 @@ def _schedule(current, wrapped, instance, args, kwargs):
         state.profiler = profiler(current.options.profile_steps)
         state.profiler.watch(layers_of(model))
     else:
-        state.between.__exit__(None, None, None)
-        state.step.__exit__(None, None, None)
+        state.open.close()
     prof, config = state.profiler, get_model_config(model)
     if prof.finished:
         state.profiler, state.done = None, True
         prof.release()
         _publish(current, model, config, prof, asked)
         return wrapped(*args, **kwargs)
-    state.step = prof.step()
-    state.step.__enter__()
+    state.open.enter_context(prof.step())
     finalize = config.finalize_model_grads_func
 
     def timed(*more, **named):
@@ -108,8 +103,7 @@ def _schedule(current, wrapped, instance, args, kwargs):
         result = wrapped(*args, **kwargs)
     finally:
         config.finalize_model_grads_func = finalize
-    state.between = prof.span("optimizer")
-    state.between.__enter__()
+    state.open.enter_context(prof.span("optimizer"))
     return result
 
 

@@ -3,8 +3,7 @@
 Without sequence parallelism, which cuts them already, all t tensor ranks of a stage send the same activation,
 and its gradient back: t times the bytes. Here each sends 1 / t and the receiving stage gathers inside its
 node (runtime/groups/wire.py, which says why nobody waits for ever), under every schedule; where the mailbox
-of edges.py carries the messages it does the same. --holmes-edges narrows what crosses in the same places.
-"""
+of edges.py carries the messages it does the same. --holmes-edges narrows what crosses in the same places."""
 
 from __future__ import annotations
 
@@ -48,7 +47,8 @@ def wires_of(config: Any) -> dict[int, Wire]:
     group = parallel_state.get_pipeline_model_parallel_group()
     if isinstance(group, list) or not (network_api := network_api_of(backend_of(group))):
         return {}
-    edges, ranks = current.plan_for(sizes).traffic_of(network_api).edges, group_ranks(group)
+    edges = current.plan_for(sizes).traffic_of(network_api).edges
+    ranks = group_ranks(group)
     tensor = parallel_state.get_tensor_model_parallel_group()
     wires, stage = {}, ranks.index(current.rank)
     # the edge from the last to the first stage too

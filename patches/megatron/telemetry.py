@@ -1,6 +1,5 @@
-"""Where megatron-core's steps begin and end, and what its groups are for: telemetry, the watchdog and the
-plan that learns (see patches/deepspeed/telemetry.py) look on. And where a checkpoint is whole that loads with
-other layers on a stage (dist_checkpointing's do)."""
+"""Where megatron-core's steps begin and end, and what its groups are for (as patches/deepspeed/telemetry.py);
+and where a checkpoint is whole that loads with other layers on a stage (dist_checkpointing's do)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     deepspeed.compression.compress    megatron/training.py; DeepSpeed 0.19.7 and newer no longer have it
     torchvision                       megatron/data/vit_dataset.py, image_folder.py: of its vision models
 
-A name of an empty module can be imported and derived from; whoever calls it is told what to install.
-"""
+A name of an empty module can be imported and derived from; whoever calls it is told what to install."""
 
 from __future__ import annotations
 

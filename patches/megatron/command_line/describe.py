@@ -101,9 +101,8 @@ def sizes_from_arguments(argv: Sequence[str]) -> Sizes | None:
 
 
 def model_from_arguments(argv: Sequence[str], needed: bool = True) -> Model | None:
-    """The model that `argv` describes in Megatron's flags, on nominal GPUs (150 TFLOP/s, no memory limit);
-    None when it describes none. HolmesError when some of it is lacking or fits together badly; None then
-    where it is not `needed`."""
+    """The model that `argv` describes, on nominal GPUs (150 TFLOP/s, no memory limit); None when it describes
+    none. HolmesError when some of it is lacking or fits together badly; None then where not `needed`."""
     said = describe(argv)
     if said.trouble and needed:
         raise HolmesError(said.trouble)

@@ -1,13 +1,6 @@
-"""Flags and ds_config keys that change what a step takes or holds and that the model does not know: named to
-the user.
-
-    NOT_READ    name -> why; UNLESS lists values with which it changes nothing
-    NO_BEARING  beginnings of names that change neither sizes, memory nor traffic (or under 0.1 %: a norm's
-                bias): data, the optimizer's numbers, checkpoints and logs, kernels, experts' routing,
-                inference, how ranks talk
-
-Whatever is in neither, nor read (flags.py), is named as unknown.
-"""
+"""Flags and ds_config keys that the model does not know: those that change what a step takes or holds, with
+why (NOT_READ), and beginnings of those that change neither sizes, memory nor traffic (or under 0.1 %: a
+norm's bias). Whatever is neither here nor read (flags.py) is named to the user as unknown."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A command line, and the ds_config that it names, as settings by name; what is not read, what is unknown.
-
-    argv  -- words -->  {flag: [values]}  -- flags.py, not_read.py -->  Settings
-"""
+"""A command line, and the ds_config that it names, as settings by name; what is not read, what is unknown."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Before core 0.20 a fully reshardable checkpoint is wrong when a bucket other than the last is padded:
 get_parameter_state_dp_zero drops the padding between buckets, sharded_param_state_fully_reshardable counts it
-(0.14, 0.15, 0.16.1; mended in 0.20). Cut where the sum is a multiple of the divisor, buckets have none.
-"""
+(0.14, 0.15, 0.16.1; mended in 0.20). Cut where the sum is a multiple of the divisor, buckets have none."""
 
 from __future__ import annotations
 
@@ -17,9 +16,8 @@ START, END, HIGH_BANDWIDTH = 64, 128, 2**16
 
 
 def cuts(params: Sequence[tuple[int, bool]], size: int | None, divisor: int) -> list[int]:
-    """Where megatron-core's buckets of `size` elements would end before padding, as offsets in the buffer.
-    params: (elements, whether it has a bucket of its own) in the order of the backward pass. divisor: of
-    every bucket's padded end."""
+    """Offsets at which megatron-core's buckets of `size` elements would end unpadded. params: (elements,
+    whether it has its own bucket), in the backward pass's order. divisor: of every bucket's padded end."""
     ends, begin, at, filled = [], 0, 0, False
 
     def cut() -> None:

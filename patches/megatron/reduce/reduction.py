@@ -6,8 +6,7 @@ how large a bucket suits their fabric; buckets, hooks, handles and schedules are
 
 The distributed optimizer is never turned on: that changes what checkpoints look like. Where a program runs it
 its buckets stay under --holmes-overlap auto, since checkpoints may depend on them (megatron_lm.py knows when
-not); with `on` they are the plan's too, and weights travel during the forward pass (gather.py).
-"""
+not); with `on` they are the plan's too, and weights travel during the forward pass (gather.py)."""
 
 from __future__ import annotations
 
@@ -66,7 +65,8 @@ def _reduce_as_planned(current, wrapped, instance, args, kwargs):
     default = max(40_000_000, 1_000_000 * len(ranks))
     # In place, as megatron-core itself does it: all chunks of a model must have equal configurations.
     if ddp_config.bucket_size in (None, default):
-        ddp_config.bucket_size, ddp_config.buckets_by_plan = min(elements, default), True
+        ddp_config.bucket_size = min(elements, default)
+        ddp_config.buckets_by_plan = True
     if not ddp_config.overlap_grad_reduce:
         ddp_config.overlap_grad_reduce = ddp_config.overlap_by_plan = True
     if getattr(ddp_config, "overlap_by_plan", False):
@@ -107,10 +107,12 @@ def _distributed_layout(given: Mapping[str, Any], elements: int):
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    ddp_config, params = given["ddp_config"], [p for p in given["module"].parameters() if p.requires_grad]
+    ddp_config = given["ddp_config"]
+    params = [p for p in given["module"].parameters() if p.requires_grad]
     groups = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"],
                                                                  ddp_config)
-    ranks, experts = groups["intra_dp_cp_group"].size(), groups["intra_expt_dp_group"].size()
+    ranks = groups["intra_dp_cp_group"].size()
+    experts = groups["intra_expt_dp_group"].size()
     layout = DistributedOptimizer.compute_full_param_layout
     return layout(params, elements, ranks, ddp_config, expert_data_parallel_world_size=experts)
 

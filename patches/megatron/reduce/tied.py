@@ -1,11 +1,9 @@
 """megatron-core's shared embedding, whose gradient crosses clusters once for a stage instead of once for each
-of its data-parallel ranks: not summed with each one's twin, but over all ranks of both stages in two levels
-(runtime/reduce/tied.py).
+of its data-parallel ranks: over all ranks of both stages in two levels (runtime/reduce/tied.py).
 
 By then a rank has its stage's average, which counts 1 / d on each of the d ranks. Under the distributed
 optimizer it has that of its own shard of a bucket, and nothing of use beside it: zeros are summed there, and
-the shard counts once.
-"""
+the shard counts once."""
 
 from __future__ import annotations
 
@@ -22,7 +20,8 @@ from holmes_ext.patches.megatron.features import TIED
 def _all_reduce(current, wrapped, instance, args, kwargs):
     """_allreduce_embedding_grad, of word embeddings."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    group, chunk = given["embd_group"], _own_chunk(given["model"], given["pp_group"])
+    group = given["embd_group"]
+    chunk = _own_chunk(given["model"], given["pp_group"])
     if core.job.sizes is None or not _in(group) or chunk is None:
         return wrapped(*args, **kwargs)
     import torch
