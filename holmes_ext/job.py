@@ -16,8 +16,12 @@ from holmes_ext.options import Options, options_from, parse_flags
 from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron import core
-from holmes_ext.patches.megatron.command_line import arguments
-from holmes_ext.patches.megatron.command_line.describe import describe
+from holmes_ext.patches.megatron.command_line.describe import (
+    describe,
+    model_from_arguments,
+    overlaps,
+    sizes_from_arguments,
+)
 from holmes_ext.patches.torch import fsdp, joined
 from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan.experts.traffic import load_order
@@ -139,11 +143,11 @@ def asked_for(options: Options, argv: list[str]) -> Request:
     if lack := without_gil():
         raise HolmesError(f"{lack} (free-threaded), with which nobody tried holmes: {WITH_GIL}")
     engine = engine_of(describe(argv).framework, argv)
-    request = Request(options, overlap=arguments.overlaps(options.overlap, argv), engine=engine)
+    request = Request(options, overlap=overlaps(options.overlap, argv), engine=engine)
     said = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None
-    request.sizes = said or arguments.sizes_from_arguments(argv)
+    request.sizes = said or sizes_from_arguments(argv)
     if not options.model:
-        request.model = arguments.model_from_arguments(argv, needed=options.needs_model)
+        request.model = model_from_arguments(argv, needed=options.needs_model)
     return request
 
 

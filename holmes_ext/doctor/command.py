@@ -15,8 +15,7 @@ from holmes_ext.doctor.frameworks import check_megatron_deepspeed, check_script
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import PREFIX, Options, meant, parse_flags
 from holmes_ext.patches.deepspeed import ds_config
-from holmes_ext.patches.megatron.command_line import arguments
-from holmes_ext.patches.megatron.command_line.describe import describe
+from holmes_ext.patches.megatron.command_line.describe import describe, sizes_from_arguments
 from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
@@ -83,7 +82,7 @@ def _switched_on(command: Command, environ: Mapping[str, str]) -> bool:
 def _check_plan(command: Command, options: Options, rest: list[str],
                 spec: SiteSpec | None) -> Iterator[Finding]:
     sizes = parse_sizes(options.sizes,
-                        "--holmes-sizes") if options.sizes else arguments.sizes_from_arguments(rest)
+                        "--holmes-sizes") if options.sizes else sizes_from_arguments(rest)
     config = ds_config.from_arguments(rest)
     if config is not None and not config.digest:
         yield problem(config.path, "cannot be read as JSON", "DeepSpeed ends with an error",

@@ -1,14 +1,10 @@
-"""megatron-core under a plan: sizes that agree with it, layers for each stage, reductions for each stage's
-fabric.
+"""megatron-core under a plan: sizes that agree with it, layers for each stage.
 
     initialize_model_parallel    the job's sizes, order and instances are checked before any group is made
     TransformerConfig            the plan's layers, by the public pipeline_model_parallel_layout (before 0.13:
                                  by num_layers_in_first_pipeline_stage and ..._last_...); a user's split wins
 
-patches/megatron/reduce/ does the reductions, patches/megatron/p2p.py the pipeline's sends and receives. Where
-the groups land is settled before: RANK is renumbered, and patches/torch/groups.py gives each group its
-transport.
-"""
+Where groups land is settled before: RANK is renumbered, patches/torch/groups.py gives each its transport."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from holmes_ext.patches.megatron.features import GROUPS, LAYERS, has
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backends
+from holmes_ext.runtime.groups.backend import backends, timeout_of
 from holmes_ext.runtime.groups.grid import check_grid, say, tell
 from holmes_ext.runtime.start.refusal import told_once
 
@@ -38,8 +34,6 @@ class _Job:
 
 job = _Job()
 
-# --------------------------------------------------------------------------- groups
-
 
 def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     """Complete, of initialize_model_parallel's `arguments` (bound); HolmesError when they cannot be."""
@@ -51,14 +45,13 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
         order=arguments["order"].lower(),
     ).complete(world_size)
     virtual = arguments["virtual_pipeline_model_parallel_size"]
-    more = "pipeline_model_parallel_size 2 or more"
     if virtual is not None and sizes.pipeline == 1:
-        raise HolmesError(f"virtual_pipeline_model_parallel_size is {virtual}, which needs {more}")
+        raise HolmesError(f"virtual_pipeline_model_parallel_size is {virtual}, which needs "
+                          "pipeline_model_parallel_size 2 or more")
     instances = arguments["num_distributed_optimizer_instances"]
-    product = f"data {sizes.data} x context {sizes.context}"
     if instances < 1 or (sizes.data * sizes.context) % instances:
-        raise HolmesError(
-            f"num_distributed_optimizer_instances is {instances}, which does not divide {product}")
+        raise HolmesError(f"num_distributed_optimizer_instances is {instances}, which does not divide "
+                          f"data {sizes.data} x context {sizes.context}")
     stage = sizes.data * sizes.tensor * sizes.context
     tensor = arguments["expert_tensor_parallel_size"] or sizes.tensor
     product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {tensor}"
@@ -66,8 +59,8 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
         raise HolmesError(f"{product} does not divide the {stage} ranks of a stage")
     other_data = stage // (tensor * sizes.expert) != sizes.data
     if not sizes.order.endswith("pp") and sizes.pipeline > 1 and other_data:
-        wanted = f"must be tensor {sizes.tensor} x context {sizes.context}, or let pp stand last"
-        raise HolmesError(f"order {sizes.order!r} does not end in pp: {product} {wanted}")
+        raise HolmesError(f"order {sizes.order!r} does not end in pp: {product} must be tensor "
+                          f"{sizes.tensor} x context {sizes.context}, or let pp stand last")
     return sizes
 
 
@@ -92,10 +85,13 @@ def _initialize(current, wrapped, instance, args, kwargs):
     if asked["pipeline_model_parallel_size"] > 1:
         from megatron.core import parallel_state
 
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        for group in pipeline if isinstance(pipeline, list) else [pipeline]:
+        groups = parallel_state.get_pipeline_model_parallel_group()
+        for group in groups if isinstance(groups, list) else [groups]:
             megatron_p2p.pairs_of(group)
     return result
+
+
+_EARLIER = "call holmes_ext.enable() before init_process_group, or start with --holmes"
 
 
 @functools.cache
@@ -105,8 +101,8 @@ def drop_in(enable: Callable[..., None]):
     try:
         from megatron.core import parallel_state
     except ImportError as error:
-        lacks = f"megatron-core, which cannot be imported here ({error})"
-        raise HolmesError(f"initialize_model_parallel needs {lacks}") from None
+        raise HolmesError("initialize_model_parallel needs megatron-core, which cannot be imported here "
+                          f"({error})") from None
 
     @functools.wraps(parallel_state.initialize_model_parallel)
     def initialize_model_parallel(*args, **kwargs):
@@ -128,49 +124,38 @@ def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
     if len(distributed_c10d._world.pg_map) > 1:
         raise HolmesError(
             "initialize_model_parallel comes too late: the program has made process groups already, and "
-            "ranks cannot change under them; call holmes_ext.enable() before init_process_group, or start "
-            "with --holmes"
-        )
+            f"ranks cannot change under them; {_EARLIER}")
     sizes = sizes_of(asked, dist.get_world_size())
-    # No name for the old group here: what holds it keeps its listeners, and ranks of the new one would meet
-    # them.
+    # no name for the old group: what holds it keeps its listeners, which ranks of the new one would meet
     arguments = _init_arguments(dist.group.WORLD)
     dist.destroy_process_group()
-    # Several instances: see patches/megatron/command_line/arguments.py, sizes_from_arguments.
-    enable(**({} if asked["num_distributed_optimizer_instances"] > 1
-              else {"sizes": say(sizes).replace(" ", "")}))
+    several = asked["num_distributed_optimizer_instances"] > 1  # see sizes_from_arguments
+    enable(**({} if several else {"sizes": say(sizes).replace(" ", "")}))
     dist.init_process_group(**arguments)
 
 
 def _init_arguments(world: Any) -> dict[str, Any]:
     """Of init_process_group, for a default group like `world`; HolmesError where NCCL has made its
-    communicator.
-
-    By then NCCL has read which HCAs and interface it may use, once for the process.
-    """
+    communicator: by then it has read which HCAs and interface it may use, once for the process."""
     import torch
     import torch.distributed as dist
 
     backend = dist.get_backend(world)
-    device_type = "cuda" if "nccl" in backends(backend).values() else "cpu"
-    process_group = world._get_backend(torch.device(device_type))
     arguments: dict[str, Any] = {"backend": backend}
-    if device_type == "cuda":
-        if world.bound_device_id is not None or process_group._is_initialized():
+    if "nccl" in backends(backend).values():
+        nccl = world._get_backend(torch.device("cuda"))
+        if world.bound_device_id is not None or nccl._is_initialized():
             raise HolmesError(
                 "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
                 "device_id of init_process_group, or for a collective since), and chosen its devices for the "
-                "whole process; call holmes_ext.enable() before init_process_group, or start with --holmes"
-            )
-        arguments["pg_options"] = process_group.options
-    if (timeout := getattr(getattr(process_group, "options", None), "_timeout", None)) is not None:
+                f"whole process; {_EARLIER}")
+        arguments["pg_options"] = nccl.options
+    if (timeout := timeout_of(world)) is not None:
         arguments["timeout"] = timeout
     if world.bound_device_id is not None:
         arguments["device_id"] = world.bound_device_id
     return arguments
 
-
-# --------------------------------------------------------------------------- layers
 
 #: Other ways in which a user splits layers; any of them wins over the plan.
 _OWN_SPLITS = (
@@ -181,33 +166,29 @@ _OWN_SPLITS = (
 
 def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     """megatron-core's notation for `layers` of each stage (chunk by chunk under the interleaved schedule):
-    "Ettt|tL".
-
-    The embedding stands in the first entry; multi-token prediction and the loss, which read the last layer,
-    at the end.
-    """
+    "Ettt|tL". Multi-token prediction and the loss, which read the last layer, stand at the end."""
     entries = ["t" * count for count in layers]
     entries[0] = "E" + entries[0]
     entries[-1] += "m" * mtp_layers + "L"
     return "|".join(entries)
 
 
-def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) -> dict[str, int]:
-    """TransformerConfig's fields for `layers` of each stage where it takes no layout: of the first stage and
-    the last.
+def _refusal(plan: Plan, text: str) -> HolmesError:
+    return told_once(HolmesError(f"{plan.source}: key 'stage_layers'{text}"))
 
-    HolmesError when the stages between are not alike, or there are several chunks of layers on each stage.
-    """
+
+def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) -> dict[str, int]:
+    """TransformerConfig's fields for `layers` of each stage where it takes no layout; HolmesError when the
+    stages between the ends are not alike, or there are several chunks of layers on each stage."""
     first, *between, last = layers
     if len(layers) != pipeline or len(set(between)) > 1:
         split = "+".join(map(str, layers))
-        why = "lets only the first and the last stage have layers of their own"
-        way_out = "install 0.13 or newer, or plan with equal stages between them and one chunk on each stage"
-        said = f"{current.plan.source}: key 'stage_layers': {split}"
-        raise told_once(HolmesError(f"{said}, but this megatron-core {why}; {way_out}"))
-    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
-    if not between:  # it divides what is left among the stages that are left, and must have one
-        del ends["num_layers_in_last_pipeline_stage"]
+        raise _refusal(current.plan, f": {split}, but this megatron-core lets only the first and the last "
+                       "stage have layers of their own; install 0.13 or newer, or plan with equal stages "
+                       "between them and one chunk on each stage")
+    ends = {"num_layers_in_first_pipeline_stage": first}
+    if between:  # else it divides what is left among the stages that are left, and must have one
+        ends["num_layers_in_last_pipeline_stage"] = last
     return ends
 
 
@@ -215,46 +196,35 @@ def planned_layout(
     current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own_split: str
 ) -> str | None:
     """The layout string of the plan; None when it leaves the layers to megatron-core or the user splits them
-    (`own_split`).
-
-    HolmesError when the plan's stages are not the job's or its layers are not the model's.
-    """
+    (`own_split`); HolmesError when its stages are not the job's or its layers not the model's."""
     plan = current.plan
     if not plan.stage_layers or pipeline == 1:
         return None
-    layout, problem = layout_of(plan.stage_layers, mtp_layers), ""
+    layout = layout_of(plan.stage_layers, mtp_layers)
     if own_split:
         if own_split != layout:
             text = f"your own ({own_split}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
             tell(current, f"layers for each stage: {text}", once=f"layers {own_split}")
         return None
-    if len(plan.stage_layers) != pipeline * virtual:
-        job_s = f"the job runs pipeline {pipeline} x virtual pipeline {virtual}"
-        way_out = "make the plan for these sizes or give a layout of your own"
-        problem = f"has {len(plan.stage_layers)} entries, but {job_s}; {way_out}"
-    elif (total := sum(plan.stage_layers)) != layers:
-        problem = f"adds up to {total} layers, but the model has {layers}; make the plan for this model"
-    if problem:
-        raise told_once(HolmesError(f"{plan.source}: key 'stage_layers' {problem}"))
+    if (entries := len(plan.stage_layers)) != pipeline * virtual:
+        raise _refusal(plan, f" has {entries} entries, but the job runs pipeline {pipeline} x virtual "
+                       f"pipeline {virtual}; make the plan for these sizes or give a layout of your own")
+    if (total := sum(plan.stage_layers)) != layers:
+        raise _refusal(plan, f" adds up to {total} layers, but the model has {layers}; make the plan for "
+                       "this model")
     return layout
 
 
-#: Where this module is, megatron-core ends uniform recomputation's last unit with the stage; before, it looks
-#: for layers that are not there.
-_CUTS_UNITS = "megatron.core.recompute"
-
-
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """HolmesError when a stage is not whole units of recomputed layers, which megatron-core cannot cut."""
+    """HolmesError when a stage is not whole units of recomputed layers, unless megatron-core `cuts` them."""
     if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
         return
     unit = config.recompute_num_layers or 1
     if any(layers % unit for layers in plan.stage_layers):
         split = "+".join(map(str, plan.stage_layers))
-        parts = (f"stages of {split} layers are not whole units of the {unit} layers that are recomputed "
-                 f"together")
-        way_out = "this megatron-core needs that: recompute_num_layers 1, or recompute_method block"
-        raise told_once(HolmesError(f"{plan.source}: key 'stage_layers': {parts}; {way_out}"))
+        raise _refusal(plan, f": stages of {split} layers are not whole units of the {unit} layers that are "
+                       "recomputed together; this megatron-core needs that: recompute_num_layers 1, or "
+                       "recompute_method block")
 
 
 @with_session
@@ -266,14 +236,18 @@ def _layers_as_planned(current, wrapped, instance, args, kwargs):
         own_split = str(own_split) if own_split is not None else splits
         pipeline = instance.pipeline_model_parallel_size
         virtual = instance.virtual_pipeline_model_parallel_size or 1
-        mtp_layers, planned = getattr(instance, "mtp_num_layers", None) or 0, current.plan.stage_layers
+        mtp_layers = getattr(instance, "mtp_num_layers", None) or 0
+        planned = current.plan.stage_layers
         layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own_split)
         if layout is not None and has("layout"):
             instance.pipeline_model_parallel_layout = layout
         elif layout is not None:
             vars(instance).update(ends_of(current, planned, pipeline))
         if planned and layout_of(planned, mtp_layers) in (layout, own_split):
-            refuse_cut_units(current.plan, instance, find_spec(_CUTS_UNITS) is not None)
+            # where this module is, uniform recomputation's last unit ends with the stage; before,
+            # megatron-core looks for layers that are not there
+            cuts = find_spec("megatron.core.recompute") is not None
+            refuse_cut_units(current.plan, instance, cuts)
     return wrapped(*args, **kwargs)
 
 
@@ -282,10 +256,9 @@ PATCHES = (
         GROUPS, "megatron.core.parallel_state:initialize_model_parallel",
         "here the job's sizes become known, before any group is made", _initialize,
         parameters=(
-            "tensor_model_parallel_size", "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-            "num_distributed_optimizer_instances", "order",
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+            "virtual_pipeline_model_parallel_size", "expert_model_parallel_size",
+            "expert_tensor_parallel_size", "num_distributed_optimizer_instances", "order",
         ),
     ),
     Patch(LAYERS, "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",

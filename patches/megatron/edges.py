@@ -1,18 +1,11 @@
 """megatron-core's 1F1B without waits for sends, and with as many micro-batches in flight as hide its slow
-edges.
+edges, as patches/deepspeed/edges.py, whose text says why nobody waits for ever.
 
-As patches/deepspeed/edges.py, whose text says why nobody waits for ever. The schedule
-(forward_backward_pipelining_without_interleaving) sends all through a P2PCommunicator, and takes the number
-of its warm-up passes from that one's group:
-
-    warm-up    pp_group.size() - pp_group.rank() - 1    here a group that says rank +
-                                                        in_flight[stage], so in_flight[stage] - 1; a stage
-                                                        is still the last exactly where in_flight is 1
-    messages   P2PCommunicator._communicate             through runtime/groups/mailbox.py
-
-Tensors that it frees after sending (deallocate_pipeline_outputs) live on in the mailbox until they have
-arrived.
-"""
+The schedule (forward_backward_pipelining_without_interleaving) sends all through a P2PCommunicator, whose
+_communicate goes through runtime/groups/mailbox.py, and takes the number of its warm-up passes from that
+one's group: pp_group.size() - pp_group.rank() - 1. Here a group says that its size is rank +
+in_flight[stage]; a stage is still the last exactly where in_flight is 1. Tensors that the schedule frees
+after sending (deallocate_pipeline_outputs) live on in the mailbox until they have arrived."""
 
 from __future__ import annotations
 
@@ -22,7 +15,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import core
-from holmes_ext.patches.megatron.features import EDGES
+from holmes_ext.patches.megatron.features import EDGES, P2P_MODULE, SCHEDULES
 from holmes_ext.patches.megatron.p2p import mailbox_of
 from holmes_ext.patches.megatron.slices import wires_of
 from holmes_ext.runtime import session
@@ -38,8 +31,8 @@ class _Group:
 
     def __init__(self, group: Any, in_flight: int):
         last = group.rank() == group.size() - 1
-        # no other stage may look like the last one
-        self.group, self.in_flight = group, in_flight if last else max(in_flight, 2)
+        self.group = group
+        self.in_flight = in_flight if last else max(in_flight, 2)  # no other stage may look like the last
 
     def rank(self) -> int:
         return self.group.rank()
@@ -49,12 +42,11 @@ class _Group:
 
 
 class _Step:
-    """One step of one pipeline: what was sent and received so far. each: of a micro-batch."""
+    """What one step of one pipeline has sent and received so far. each: of a micro-batch."""
 
     def __init__(self, box: Mailbox, flight: ReceiveOrder, stage: int, dtype: Any, device: Any):
         self.box, self.in_flight, self.stage = box, flight.in_flight, stage
-        self.dtype, self.device = dtype, device
-        self.each = 1
+        self.dtype, self.device, self.each = dtype, device, 1
         self.gone, self.came = {"F": 0, "B": 0}, {"F": 0, "B": 0}
 
     def announce(self, shapes: Sequence[Any]) -> None:
@@ -112,7 +104,8 @@ def _schedule(wrapped, instance, args, kwargs):
     from megatron.core.utils import get_model_config
 
     model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
-    config, group = get_model_config(model), parallel_state.get_pipeline_model_parallel_group()
+    config = get_model_config(model)
+    group = parallel_state.get_pipeline_model_parallel_group()
     flight = flight_of(current.plan_for(sizes), network_api_of(backend_of(group)))
     if isinstance(flight, ListedOrder):
         raise HolmesError(
@@ -126,7 +119,8 @@ def _schedule(wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs)
     import torch
 
-    box, device, wires = mailbox_of(group), next(model.parameters()).device, wires_of(config)
+    box, wires = mailbox_of(group), wires_of(config)
+    device = next(model.parameters()).device
     box.wire_to = lambda peer: wires.get(peer, PLAIN)
     box.begin(flight, kwargs["num_microbatches"], torch.empty(0, device=device))
     _step = _Step(box, flight, group.rank(), config.pipeline_dtype, device)
@@ -167,24 +161,18 @@ def _communicate(wrapped, instance, args, kwargs):
     return before, behind, None
 
 
-_P2P = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
-
 PATCHES = (
-    Patch(EDGES, "megatron.core.pipeline_parallel.schedules:get_tensor_shapes",
+    Patch(EDGES, f"{SCHEDULES}:get_tensor_shapes",
           "what is announced is what has to come, or nobody says what is wrong", _announce),
-    Patch(
-        EDGES, "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
-        "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as free "
-        "edges need",
-        _schedule, parameters=("model", "num_microbatches", "forward_only", "p2p_communicator"),
-    ),
-    Patch(EDGES, f"{_P2P}.__init__", "the schedule takes the number of its warm-up passes from this group",
-          _count_in_flight, parameters=("pp_group", "config")),
-    Patch(
-        EDGES, f"{_P2P}._communicate",
-        "all that the schedule sends and receives passes here, and is waited for",
-        _communicate, parameters=(
-            "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs",
-        ),
-    ),
+    Patch(EDGES, f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
+          "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as "
+          "free edges need",
+          _schedule, parameters=("model", "num_microbatches", "forward_only", "p2p_communicator")),
+    Patch(EDGES, f"{P2P_MODULE}:P2PCommunicator.__init__",
+          "the schedule takes the number of its warm-up passes from this group", _count_in_flight,
+          parameters=("pp_group", "config")),
+    Patch(EDGES, f"{P2P_MODULE}:P2PCommunicator._communicate",
+          "all that the schedule sends and receives passes here, and is waited for", _communicate,
+          parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape",
+                      "wait_on_reqs")),
 )  # fmt: skip

@@ -1,18 +1,12 @@
-"""Experts of megatron-core's MoE layers live where `holmes plan --experts` placed them (--holmes-experts
-FILE).
+"""megatron-core's experts (MoE) live where `holmes plan --experts` placed them (--holmes-experts FILE).
 
     stock    expert e: rank e // n of its expert-parallel group, slot e % n       n experts on each rank
     placed   slot s of all ranks, one after the other, holds expert order[s]
 
-Once a layer is made, its router's rows and its experts' weights change places: what a token's expert
-computes, and what it is trained with, is what it was; only the number it goes by is another. Checkpoints hold
-the placed order; one that was saved without it is trained on in its own order, which costs traffic and
-changes nothing else.
-
-Each slot's weights are gathered over the expert-parallel group, once, a slot at a time: (ranks of the group)
-x (an expert's bytes) beside the model. All of its ranks make their layers in the same order. Over NCCL: read,
-not run.
-"""
+Once a layer is made, its router's rows and its experts' weights change places: only an expert's number is
+another. Checkpoints hold the placed order; one saved without it is trained on in its own, which costs traffic
+and changes nothing else. A slot's weights at a time are gathered over the expert-parallel group: (its ranks)
+x (an expert's bytes) beside the model. Over NCCL: read, not run."""
 
 from __future__ import annotations
 
@@ -51,20 +45,19 @@ def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> 
     import torch
     import torch.distributed as dist
 
-    ranks, per_rank = dist.get_world_size(layer.ep_group), layer.num_local_experts
-    reason = None
-    if (given.ranks, len(order)) != (ranks, ranks * per_rank):
-        reason = (f"it is for {len(order)} experts on {given.ranks} ranks, "
-                  f"this layer has {ranks * per_rank} on {ranks}")
-    elif layer.config.moe_router_num_groups:
-        reason = "the router chooses among groups of experts that are neighbours (moe_router_num_groups)"
+    ranks = dist.get_world_size(layer.ep_group)
+    per_rank = layer.num_local_experts
     slots = _slots(layer.experts, per_rank)
-    if reason is None and slots is None:
-        reason = (f"experts of {type(layer.experts).__name__} are not supported; use moe_grouped_gemm with "
-                  "Transformer Engine, or no grouped GEMM")
-    if reason is not None:
-        raise HolmesError(f"{path}, MoE layer {layer.layer_number}: {reason}")
-    assert slots is not None
+    where = f"{path}, MoE layer {layer.layer_number}"
+    if (given.ranks, len(order)) != (ranks, ranks * per_rank):
+        raise HolmesError(f"{where}: it is for {len(order)} experts on {given.ranks} ranks, this layer has "
+                          f"{ranks * per_rank} on {ranks}")
+    if layer.config.moe_router_num_groups:
+        raise HolmesError(f"{where}: the router chooses among groups of experts that are neighbours "
+                          "(moe_router_num_groups)")
+    if slots is None:
+        raise HolmesError(f"{where}: experts of {type(layer.experts).__name__} are not supported; use "
+                          "moe_grouped_gemm with Transformer Engine, or no grouped GEMM")
     mine = order[dist.get_rank(layer.ep_group) * per_rank :][:per_rank]
     with torch.no_grad():
         flat = [_for_group(torch.cat([p.detach().flatten() for p in slot]), layer.ep_group) for slot in slots]
@@ -73,7 +66,9 @@ def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> 
             dist.all_gather(gathered, flat[source], group=layer.ep_group)
             for slot, expert in zip(slots, mine):
                 if expert % per_rank == source:
-                    _fill(slot, gathered[expert // per_rank])
+                    pieces = gathered[expert // per_rank].split([p.numel() for p in slot])
+                    for parameter, piece in zip(slot, pieces):
+                        parameter.data.copy_(piece.view_as(parameter))
         for name in _ROWS:
             rows = getattr(layer.router, name, None)
             if rows is not None:
@@ -81,8 +76,7 @@ def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> 
 
 
 def _for_group(values: Any, group: Any) -> Any:
-    """On a device of the group's backend: use_cpu_initialization makes weights on the CPU, which NCCL
-    cannot read."""
+    """On a device of the group's backend: NCCL cannot read those of use_cpu_initialization."""
     import torch
 
     here = values.device.type in {device.type for device in group._device_types}
@@ -100,11 +94,6 @@ def _slots(experts: Any, count: int) -> list[list[Any]] | None:
             return None
         slots[int(match[2])].append(parameter)
     return slots
-
-
-def _fill(slot: list[Any], flat: Any) -> None:
-    for parameter, piece in zip(slot, flat.split([p.numel() for p in slot])):
-        parameter.data.copy_(piece.view_as(parameter))
 
 
 PATCHES = (

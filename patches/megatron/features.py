@@ -1,8 +1,5 @@
-"""What holmes patches in megatron-core, Megatron-LM and Megatron-DeepSpeed, and which of them is loaded.
-
-megatron-core is installed, or run from a source tree such as Megatron-LM's, under any path;
-Megatron-DeepSpeed brings a megatron.core of its own (0.2) beside or over an installed one.
-"""
+"""What holmes patches in megatron-core (installed, or run from a source tree such as Megatron-LM's, under any
+path), Megatron-LM and Megatron-DeepSpeed, which brings a megatron.core of its own (0.2)."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import importlib
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -18,12 +16,8 @@ from holmes_ext.plan.engine import EngineTraits
 
 
 def loaded_version() -> str | None:
-    """The version of the megatron.core that the program imports, from its package_info (megatron.core is not
-    whole yet).
-
-    None when it is the copy that Megatron-DeepSpeed brings: its pipeline is DeepSpeed's, and there is nothing
-    in it to patch.
-    """
+    """Of the megatron.core that the program imports, from its package_info (megatron.core is not whole yet);
+    None of Megatron-DeepSpeed's copy: its pipeline is DeepSpeed's, there is nothing in it to patch."""
     version = importlib.import_module("megatron.core.package_info").__version__
     return None if version.startswith("0.2.") and _is_megatron_deepspeed() else version
 
@@ -41,16 +35,14 @@ def megatron_deepspeed_version() -> str | None:
     return importlib.import_module("megatron.core.package_info").__version__
 
 
-#: PyPI has megatron-core up to 0.16; what is newer comes from checkouts of Megatron-LM, whose main calls
-#: itself 0.20.
+#: PyPI has megatron-core up to 0.16; what is newer comes from checkouts of Megatron-LM (main: 0.20).
 _TRIED = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 _core = partial(
     Feature, versions="megatron-core>=0.11,<0.21", tried=_TRIED, read=("0.11.0",), version_of=loaded_version
 )
 #: Sends and receives of a stage are methods of a class from 0.14 on (P2P_CLASS below).
 _later = partial(_core, versions="megatron-core>=0.14,<0.21", tried=_TRIED[2:], read=())
-#: Megatron-LM is run from its checkout: megatron-core, which is also installed alone, has no
-#: megatron.training.
+#: Megatron-LM is run from its checkout: megatron-core alone has no megatron.training.
 _lm = partial(_core, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), read=())
 
 GROUPS = _core("megatron-groups", what="checks that the groups made are those planned for")
@@ -69,34 +61,30 @@ EXPERTS = _later("megatron-experts", option="experts", idle=("",), binding=True,
     what="experts live where holmes plan --experts placed them")
 PROFILE = _core("megatron-profile", option="profile", idle=("",),
                 what="measures layers for holmes plan --profile")
-JOINED = _later("joined-megatron", versions="megatron-core>=0.16,<0.21", tried=_TRIED[4:], option="join",
-                idle=("",), binding=True, what="jobs that join: the optimizer takes new weights")
+_JOIN: dict[str, Any] = {"option": "join", "idle": ("",), "binding": True}
+JOINED = _later("joined-megatron", versions="megatron-core>=0.16,<0.21", tried=_TRIED[4:], **_JOIN,
+                what="jobs that join: the optimizer takes new weights")
 _PARTS = "joined jobs read different parts of one data set"
-JOINED_LM_DATA = _lm("joined-megatron-lm", versions="megatron-lm>=0.16,<0.21", option="join", idle=("",),
-                     binding=True, what=_PARTS)
+JOINED_LM_DATA = _lm("joined-megatron-lm", versions="megatron-lm>=0.16,<0.21", **_JOIN, what=_PARTS)
 TELEMETRY = _core("telemetry-megatron", what="where a step begins and ends")
 LM = _lm("megatron-lm", what="--holmes flags in pretrain_gpt.py's --help")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints", what="the plan is kept in checkpoints")
 _mds = partial(Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",),
                version_of=megatron_deepspeed_version)
 MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags", what="--holmes flags in pretrain_gpt.py's --help")
-JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", option="join", idle=("",), binding=True, what=_PARTS)
+JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", **_JOIN, what=_PARTS)
 MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
     what="empty stubs for missing imports that a GPT never uses")
 
-
-# --------------------------------------------------------------------------- what the versions have or lack
-
 #: what -> the first version that has it.
 _SINCE = {
-    # TransformerConfig.pipeline_model_parallel_layout: before, the first and the last stage alone can have
-    # layers of their own
-    "layout": "0.13.0",
-    # the distributed optimizer's buckets are laid out before they are made
-    "layout of buckets": "0.18.0",
+    "layout": "0.13.0",  # TransformerConfig.pipeline_model_parallel_layout
+    "layout of buckets": "0.18.0",  # the distributed optimizer's, before they are made
 }
 #: Where sends and receives of a stage are: functions of p2p_communication, then methods of a class in it.
 P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
+P2P_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def has(what: str) -> bool:

@@ -1,13 +1,10 @@
-"""Joined jobs of Megatron-LM's and Megatron-DeepSpeed's training loop read different parts of one data set
-(--holmes-outer part=k/K).
+"""Joined jobs of Megatron-LM and Megatron-DeepSpeed read parts of one data set (--holmes-outer part=k/K).
 
     build_train_valid_test_datasets    asks for K times as many samples: all jobs build the same index of them
     build_pretraining_data_loader      sees samples k, k + K, k + 2 K, ... of it as its data set
 
-So whatever sampler the loader takes, and whatever the jobs' batch sizes are, no sample is read twice;
-consumed_samples stay the job's own. --train-samples (or iterations x batch) and --seed must be the jobs'
-same, for the same index.
-"""
+So no sample is read twice, whatever the samplers and batch sizes; consumed_samples stay the job's own. The
+same index needs the same --train-samples (or iterations x batch) and --seed."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ def _enlarge(wrapped, instance, build_train_valid_test_datasets_provider, *rest,
 
 @by_name
 def _share_out(wrapped, instance, dataset, *rest, **more):
-    """build_pretraining_data_loader."""
     return wrapped(part_of(dataset), *rest, **more)
 
 

@@ -1,8 +1,5 @@
-"""Megatron-DeepSpeed's parser: holmes's flags in its --help, and in the args that its checkpoints record.
-
-It keeps its arguments in megatron.arguments, which Megatron-LM has moved. Where its groups land needs no
-patch: megatron.core and DeepSpeed's grid both follow the renumbered RANK.
-"""
+"""Megatron-DeepSpeed's parser: holmes's flags in its --help, and in the args that its checkpoints record. Its
+groups need no patch: megatron.core and DeepSpeed's grid both follow the renumbered RANK."""
 
 from __future__ import annotations
 

@@ -1,13 +1,5 @@
-"""Megatron-LM's own training loop under a plan: flags in its parser, the plan in its arguments and
-checkpoints.
-
-    add_megatron_arguments    --help shows a holmes group; args hold what
-                              was given (the flags are stripped by then)
-    validate_args             the plan's layers and overlap are set as if they had been on the command line
-    check_checkpoint_args     a checkpoint of another plan is told in one
-                              line, its own assertions are one line too
-    load_checkpoint           so are tensors of another shape
-"""
+"""Megatron-LM's own training loop under a plan: flags in its parser; the plan's layers and overlap in its
+arguments, as if they had been on the command line, and in its checkpoints: what does not fit is one line."""
 
 from __future__ import annotations
 
@@ -63,11 +55,8 @@ def _set_layout(current: session.Session, args) -> None:
 
 
 def _set_overlap(current: session.Session, args) -> None:
-    """--overlap-grad-reduce (and the distributed optimizer's gather) where some stage's reduction would be
-    waited for.
-
-    With --align-grad-reduce, the default, only the first stage overlaps: off when a later one has to.
-    """
+    """--overlap-grad-reduce (and the gather) where some stage's reduction would be waited for. With
+    --align-grad-reduce, the default, only the first stage overlaps: off when a later one has to."""
     sizes = current.plan.sizes
     stages = [stage.overlap for stage in current.stages(sizes, args.distributed_backend)] if sizes else []
     if not any(stages) or args.use_megatron_fsdp or args.use_torch_fsdp2:
@@ -76,8 +65,8 @@ def _set_overlap(current: session.Session, args) -> None:
         free = not (args.load or args.save) or getattr(args, "dist_ckpt_optim_fully_reshardable", False)
         megatron_reduction.checkpoints_allow_buckets = free
         if not megatron_reduction.may_bucket_optimizer(current):
-            return megatron_reduction.tell_that_buckets_stay(current,
-                                                             "--dist-ckpt-optim-fully-reshardable, or ")
+            megatron_reduction.tell_that_buckets_stay(current, "--dist-ckpt-optim-fully-reshardable, or ")
+            return
     args.overlap_grad_reduce = True
     if any(stages[1:]):
         args.align_grad_reduce = False
@@ -103,14 +92,12 @@ def _compare_plans(current, wrapped, instance, checkpoint_args):
     return result
 
 
-#: What megatron-core (dist_checkpointing/strategies/torch.py) says of tensors that the checkpoint has not, or
-#: not so.
+#: What dist_checkpointing/strategies/torch.py says of tensors that the checkpoint has not, or not so.
 _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 
 
 @with_session
 def _load(current, wrapped, instance, args, kwargs):
-    """A checkpoint whose tensors are not the model's ends in one line instead of every rank's traceback."""
     try:
         return wrapped(*args, **kwargs)
     except BaseException as error:

@@ -1,14 +1,9 @@
 """megatron-core's pipeline send and receive under a plan: every pair of stages on the fastest fabric that the
-two share (runtime/groups/pairs.py).
-
-pipeline_parallel/p2p_communication.py sends over the pipeline group, which crosses clusters and so is on
-Ethernet as a whole.
+two share (runtime/groups/pairs.py), not over the pipeline group, which crosses clusters by Ethernet.
 
 Where edges.py carries the messages of training, its groups (two for each pair) carry those of evaluation too.
-
 With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world
-group, which may be on a slower fabric than the pair: it gets a twin of the pipeline group instead.
-"""
+group, which may be on a slower fabric than the pair: it gets a twin of the pipeline group instead."""
 
 from __future__ import annotations
 
@@ -18,42 +13,38 @@ from typing import Any
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name
-from holmes_ext.patches.megatron.features import EDGES, P2P
+from holmes_ext.patches.megatron.features import EDGES, P2P, P2P_MODULE
 from holmes_ext.plan.decide import pair_needs_group
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
-from holmes_ext.runtime.groups.backend import backend_of, network_api_of
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.pairs import pair_group, pair_groups
 
-#: The order in which megatron-core issues unbatched operations: by parity of the pipeline rank, so that every
-#: send meets its receive.
+#: megatron-core's order of unbatched operations, by parity of the pipeline rank: sends meet their receives.
 _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"),
           ("recv_prev", "send_next", "recv_next", "send_prev"))
 
 
 @dataclass
 class _Pairs:
-    """Of one pipeline group. by_peer: neighbour's rank -> the pair's group; twin: see the module's text."""
+    """by_peer: neighbour's rank -> the pair's group; twin: see the module's text."""
 
     by_peer: dict[int, Any] = field(default_factory=dict)
     twin: Any = None
 
 
-_made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-#: pipeline group -> its mailbox.
+#: Of each pipeline group.
+_made: weakref.WeakKeyDictionary[Any, _Pairs] = weakref.WeakKeyDictionary()
 _boxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
 
 
 def mailbox_of(group: Any) -> Mailbox:
     """Of a pipeline group, whose ranks all come here; pairs in the same order everywhere."""
     if group not in _boxes:
-        import torch.distributed as dist
-
-        ranks = dist.get_process_group_ranks(group)
+        ranks = group_ranks(group)
         stages = {rank: stage for stage, rank in enumerate(ranks)}
-        _boxes[group] = mailbox.of_pairs(zip(ranks, ranks[1:]), dist.get_rank(), stages, group)
+        _boxes[group] = mailbox.of_pairs(zip(ranks, ranks[1:]), ranks[group.rank()], stages, group)
     return _boxes[group]
 
 
@@ -66,9 +57,7 @@ def pairs_of(group) -> _Pairs:
 
 
 def _make(current: session.Session, group) -> _Pairs:
-    import torch.distributed as dist
-
-    ranks, network_api = dist.get_process_group_ranks(group), network_api_of(backend_of(group))
+    ranks, network_api = group_ranks(group), network_api_of(backend_of(group))
     if len(ranks) < 2 or current.rank not in ranks or not network_api:
         return _Pairs()
     if registry().is_on(EDGES.name) and not _interleaved():
@@ -85,38 +74,38 @@ def _interleaved() -> bool:
     return (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1
 
 
-@by_name
-def _batched(wrapped, instance, *, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
+def _batched(wrapped, instance, args, kwargs):
     """One batch for each neighbour that has a group of its own: a batch has one communicator."""
+    group, sides, requests = kwargs["group"], ["next", "prev"], []
     by_peer = pairs_of(group).by_peer
-    ends = {"prev_pipeline_rank": prev_pipeline_rank, "next_pipeline_rank": next_pipeline_rank}
     if not by_peer:
-        return wrapped(group=group, **ends, **tensors)
-    requests, sides = [], [("next", next_pipeline_rank), ("prev", prev_pipeline_rank)]
+        return wrapped(**kwargs)
     # even ranks start with their next, odd ones with their previous: each pair at once, also in a ring
-    for side, peer in reversed(sides) if group.rank() % 2 else sides:
-        half = {name: tensor if name.endswith(side) else None for name, tensor in tensors.items()}
-        requests += wrapped(group=by_peer.get(peer, group), **ends, **half)
+    for side in reversed(sides) if group.rank() % 2 else sides:
+        over = by_peer.get(kwargs[f"{side}_pipeline_rank"], group)
+        others = [name for name in kwargs if name.startswith("tensor_") and not name.endswith(side)]
+        requests += wrapped(**{**kwargs, **dict.fromkeys(others), "group": over})
     return requests
 
 
-@by_name
-def _unbatched(wrapped, instance, *, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
+def _unbatched(wrapped, instance, args, kwargs):
     """The framework's operations in its order, each over the pair's group."""
-    pairs, ends = pairs_of(group), {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
+    group = kwargs["group"]
+    pairs = pairs_of(group)
     if not pairs.by_peer and pairs.twin is None:
-        return wrapped(group=group, prev_pipeline_rank=prev_pipeline_rank,
-                       next_pipeline_rank=next_pipeline_rank, **tensors)
+        return wrapped(**kwargs)
     import torch.distributed as dist
 
-    odd, requests, start = group.rank() % 2, {}, {"send": dist.isend, "recv": dist.irecv}
+    odd, requests = group.rank() % 2, {}
+    start = {"send": dist.isend, "recv": dist.irecv}
     for name in _ORDER[odd]:
         direction, side = name.split("_")
-        if (tensor := tensors[f"tensor_{name}"]) is None:
+        tensor, peer = kwargs[f"tensor_{name}"], kwargs[f"{side}_pipeline_rank"]
+        if tensor is None:
             continue
         from_odd = odd == (direction == "send")  # with two stages each direction has its group
-        over = pairs.by_peer.get(ends[side], pairs.twin if pairs.twin is not None and from_odd else group)
-        requests[name] = start[direction](tensor, ends[side], group=over)
+        over = pairs.by_peer.get(peer, pairs.twin if pairs.twin is not None and from_odd else group)
+        requests[name] = start[direction](tensor, peer, group=over)
     return requests
 
 
@@ -126,10 +115,10 @@ PARAMETERS = (
 )  # fmt: skip
 
 PATCHES = (
-    Patch(P2P, "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
+    Patch(P2P, f"{P2P_MODULE}:_batched_p2p_ops",
           "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
           _batched, parameters=PARAMETERS),
-    Patch(P2P, "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
+    Patch(P2P, f"{P2P_MODULE}:_p2p_ops",
           "the same for unbatched p2p; with two stages it sends one direction over the world group",
           _unbatched, parameters=PARAMETERS),
 )  # fmt: skip

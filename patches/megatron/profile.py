@@ -1,37 +1,36 @@
-"""--holmes-profile under megatron-core: its schedules call forward_step and backward_step, and a
-P2PCommunicator between them.
+"""--holmes-profile under megatron-core, whose schedules call forward_step, backward_step and p2p.
 
     a step     from one call of a forward_backward schedule to the next; "optimizer": all that lies between
     "reduce"   config.finalize_model_grads_func: what is left of the reduction, and the embeddings' all-reduce
-    layers     TransformerLayer modules by their layer_number; what a stage computes before and after them
 
-The interleaved schedule runs a stage's layers in chunks, which the partition's costs do not describe: it is
-refused in one line.
-"""
+The interleaved schedule runs a stage's layers in chunks, which the partition's costs do not describe."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import inside, whole, with_session
-from holmes_ext.patches.megatron.features import P2P_CLASS, P2P_FUNCTIONS, PROFILE, loaded_version
+from holmes_ext.patches.megatron.features import (
+    P2P_CLASS,
+    P2P_FUNCTIONS,
+    P2P_MODULE,
+    PROFILE,
+    SCHEDULES,
+    loaded_version,
+)
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
-
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_P2P = "megatron.core.pipeline_parallel.p2p_communication:"
 
 
 class _State:
     """Of this process: its profiler while it measures; done once the profile is written."""
 
     profiler: Profiler | None = None
-    step: Any = None
-    between: Any = None
+    open = ExitStack()  # the step, and what lies between its schedule and the next
     done = False
 
 
@@ -78,25 +77,21 @@ def _schedule(current, wrapped, instance, args, kwargs):
     model = asked["model"]
     if isinstance(model, list):
         if len(model) > 1:
-            raise HolmesError(
-                "--holmes-profile: the interleaved schedule is not measured; run with one chunk on each "
-                "stage, and give the layers of each chunk"
-            )
+            raise HolmesError("--holmes-profile: the interleaved schedule is not measured; run with one "
+                              "chunk on each stage, and give the layers of each chunk")
         model = model[0]
     if state.profiler is None:
         state.profiler = profiler(current.options.profile_steps)
         state.profiler.watch(layers_of(model))
     else:
-        state.between.__exit__(None, None, None)
-        state.step.__exit__(None, None, None)
+        state.open.close()
     prof, config = state.profiler, get_model_config(model)
     if prof.finished:
         state.profiler, state.done = None, True
         prof.release()
         _publish(current, model, config, prof, asked)
         return wrapped(*args, **kwargs)
-    state.step = prof.step()
-    state.step.__enter__()
+    state.open.enter_context(prof.step())
     finalize = config.finalize_model_grads_func
 
     def timed(*more, **named):
@@ -108,8 +103,7 @@ def _schedule(current, wrapped, instance, args, kwargs):
         result = wrapped(*args, **kwargs)
     finally:
         config.finalize_model_grads_func = finalize
-    state.between = prof.span("optimizer")
-    state.between.__enter__()
+    state.open.enter_context(prof.span("optimizer"))
     return result
 
 
@@ -120,15 +114,16 @@ def _publish(current: session.Session, model: Any, config: Any, prof: Profiler,
     from megatron.core import parallel_state
 
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    wide = (config.pipeline_dtype or torch.float32).itemsize
+    width = (config.pipeline_dtype or torch.float32).itemsize
     context = parallel_state.get_context_parallel_world_size()
     tokens = asked["seq_length"] * asked["micro_batch_size"] // context
+    parts = tensor if config.sequence_parallel else 1
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     report = {
         "framework": f"megatron-core {loaded_version()}",
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "tensor": tensor, "micro_batches": asked["num_microbatches"],
-        "activation_bytes": tokens * config.hidden_size * wide // (tensor if config.sequence_parallel else 1),
+        "activation_bytes": tokens * config.hidden_size * width // parts,
     }  # fmt: skip
     publish(
         current, prof, report, stages=len(ranks), gradient_bytes=gradient_bytes(model),
@@ -143,16 +138,14 @@ def _during(kind: str):
 
 
 PATCHES = (
-    *(Patch(PROFILE, f"{_SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
+    *(Patch(PROFILE, f"{SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
             _schedule, parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"))
       for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")),
-    *(Patch(PROFILE, f"{_SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}", _during(kind))
+    *(Patch(PROFILE, f"{SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}", _during(kind))
       for kind in ("forward", "backward")),
-    *(Patch(PROFILE, f"{_P2P}{holder}{name}", "--holmes-profile: sends and receives, with waiting",
+    *(Patch(PROFILE, f"{P2P_MODULE}:{holder}{name}", "--holmes-profile: sends and receives, with waiting",
             _during("receive" if "recv" in name else "send"), only=only)
       for holder, only in (("", P2P_FUNCTIONS), ("P2PCommunicator.", P2P_CLASS))
-      for name in (
-          "recv_forward", "recv_backward", "send_forward", "send_backward",
-          "send_forward_recv_backward", "send_backward_recv_forward",
-      )),
+      for name in ("recv_forward", "recv_backward", "send_forward", "send_backward",
+                   "send_forward_recv_backward", "send_backward_recv_forward")),
 )  # fmt: skip

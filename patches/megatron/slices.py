@@ -1,16 +1,9 @@
 """megatron-core's pipeline edges between clusters: each tensor rank sends its part of what all of them have.
 
-Without sequence parallelism all t tensor ranks of a stage send the same activation, and its gradient back: t
-times the bytes. Here each sends 1 / t and the receiving stage gathers inside its node
-(runtime/groups/wire.py, which says why nobody waits for ever). Under every schedule:
-
-    P2PCommunicator._communicate     to which neighbour the way is cut, as the plan says
-    _p2p_ops, _batched_p2p_ops       a part is sent; a part is received into, and the request's wait() gathers
-    edges.py                         where its mailbox carries the messages it does the same, as this says
-
-With sequence parallelism megatron-core has cut them already. --holmes-edges narrows what crosses in the same
-places.
-"""
+Without sequence parallelism, which cuts them already, all t tensor ranks of a stage send the same activation,
+and its gradient back: t times the bytes. Here each sends 1 / t and the receiving stage gathers inside its
+node (runtime/groups/wire.py, which says why nobody waits for ever), under every schedule; where the mailbox
+of edges.py carries the messages it does the same. --holmes-edges narrows what crosses in the same places."""
 
 from __future__ import annotations
 
@@ -20,14 +13,13 @@ from typing import Any
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron import core
-from holmes_ext.patches.megatron.features import SLICES
+from holmes_ext.patches.megatron.features import P2P_MODULE, SLICES
 from holmes_ext.patches.megatron.p2p import PARAMETERS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.wire import Finish, Wire
 
-#: Of the communication that is under way: neighbour's rank -> how tensors travel to it and from it, where not
-#: as they are.
+#: Of the communication under way: neighbour's rank -> how tensors travel to and from it, if not as they are.
 _wires: Mapping[int, Wire] = {}
 
 
@@ -55,7 +47,8 @@ def wires_of(config: Any) -> dict[int, Wire]:
     group = parallel_state.get_pipeline_model_parallel_group()
     if isinstance(group, list) or not (network_api := network_api_of(backend_of(group))):
         return {}
-    edges, ranks = current.plan_for(sizes).traffic_of(network_api).edges, group_ranks(group)
+    edges = current.plan_for(sizes).traffic_of(network_api).edges
+    ranks = group_ranks(group)
     tensor = parallel_state.get_tensor_model_parallel_group()
     wires, stage = {}, ranks.index(current.rank)
     # the edge from the last to the first stage too
@@ -81,12 +74,11 @@ def _communicate(wrapped, instance, args, kwargs):
 
 
 def _exchange(wrapped, instance, args, kwargs):
-    """_p2p_ops and _batched_p2p_ops, which start the operations of one exchange with both neighbours: a dict
-    by name, whose requests are waited for when the schedule wants each, or a list of which all are waited for
-    in its order."""
-    ends = {side: _wires.get(kwargs[f"{side}_pipeline_rank"]) for side in ("prev", "next")}
+    """_p2p_ops gives a dict of requests, each waited for when the schedule wants it; _batched_p2p_ops a list,
+    waited for in its order."""
     given, finishes, sent = dict(kwargs), {}, []
-    for side, wire in ends.items():
+    for side in ("prev", "next"):
+        wire = _wires.get(kwargs[f"{side}_pipeline_rank"])
         send, recv = f"tensor_send_{side}", f"tensor_recv_{side}"
         if wire is not None and given[send] is not None:
             given[send] = wire.outgoing(given[send])
@@ -100,13 +92,12 @@ def _exchange(wrapped, instance, args, kwargs):
             _Received(None, None, sent)]
 
 
-_P2P = "megatron.core.pipeline_parallel.p2p_communication"
-
 PATCHES = (
-    Patch(SLICES, f"{_P2P}:P2PCommunicator._communicate",
+    Patch(SLICES, f"{P2P_MODULE}:P2PCommunicator._communicate",
           "which of a stage's neighbours is in another cluster", _communicate,
           parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape")),
-    *(Patch(SLICES, f"{_P2P}:{function}", "every tensor rank would send the same tensor to another cluster",
-            _exchange, parameters=PARAMETERS)
+    *(Patch(SLICES, f"{P2P_MODULE}:{function}",
+            "every tensor rank would send the same tensor to another cluster", _exchange,
+            parameters=PARAMETERS)
       for function in ("_p2p_ops", "_batched_p2p_ops")),
 )  # fmt: skip

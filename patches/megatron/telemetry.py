@@ -1,6 +1,5 @@
-"""Where megatron-core's steps begin and end, and what its groups are for: telemetry, the watchdog and the
-plan that learns (see patches/deepspeed/telemetry.py) look on. And where a checkpoint is whole that loads with
-other layers on a stage (dist_checkpointing's do)."""
+"""Where megatron-core's steps begin and end, and what its groups are for (as patches/deepspeed/telemetry.py);
+and where a checkpoint is whole that loads with other layers on a stage (dist_checkpointing's do)."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import inside, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.edges import unsupported
-from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, TELEMETRY, loaded_version
+from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, SCHEDULES, TELEMETRY, loaded_version
+from holmes_ext.patches.megatron.joined import OPTIMIZER_STEPS
 from holmes_ext.patches.megatron.profile import gradient_bytes
 from holmes_ext.runtime.adapt.learning import begin_step
 from holmes_ext.runtime.adapt.window import Stage
-from holmes_ext.runtime.groups.backend import backend_of, network_api_of
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.start.restart import saved
 
 
 def _learn_sizes(wrapped, instance, args, kwargs):
-    """patches/megatron/core.py has read them when initialize_model_parallel returns."""
     result = wrapped(*args, **kwargs)
-    telemetry.learn_sizes(core.job.sizes)
+    telemetry.learn_sizes(core.job.sizes)  # core.py has read them by now
     return result
 
 
@@ -55,10 +54,9 @@ def _optimizer_step(wrapped, instance, args, kwargs):
 
 
 def _stage(model: Any, micro_batches: int) -> Stage:
-    import torch.distributed as dist
     from megatron.core import parallel_state
 
-    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    ranks = group_ranks(parallel_state.get_pipeline_model_parallel_group())
     return Stage(
         f"megatron-core {loaded_version()}", parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(), micro_batches, gradient_bytes(model),
@@ -93,19 +91,16 @@ def _save(wrapped, instance, args, kwargs):
 
 
 _inside: list[bool] = []
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
-_OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 
 PATCHES = (
     Patch(TELEMETRY, "megatron.core.parallel_state:initialize_model_parallel",
           "the job's sizes tell what each group is for", _learn_sizes),
-    Patch(TELEMETRY, f"{_SCHEDULES}forward_step", "spans of the trace; the first one begins a step",
+    Patch(TELEMETRY, f"{SCHEDULES}:forward_step", "spans of the trace; the first one begins a step",
           inside(_forward)),
-    Patch(TELEMETRY, f"{_SCHEDULES}backward_step", "spans of the trace",
+    Patch(TELEMETRY, f"{SCHEDULES}:backward_step", "spans of the trace",
           inside(partial(telemetry.span, "backward"))),
-    *(Patch(TELEMETRY, f"megatron.core.optimizer.optimizer:{name}.step", "the end of a step", _optimizer_step)
-      for name in _OPTIMIZERS),
-    Patch(ADAPT, f"{_SCHEDULES}forward_backward_pipelining_without_interleaving",
+    *(Patch(TELEMETRY, target, "the end of a step", _optimizer_step) for target in OPTIMIZER_STEPS),
+    Patch(ADAPT, f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
           "where a step of training begins", _schedule,
           parameters=("model", "num_microbatches", "forward_only")),
     Patch(RESTART, "megatron.core.dist_checkpointing.serialization:save",

@@ -1,18 +1,15 @@
-"""What Megatron-DeepSpeed imports and a GPT never uses is served empty when it is missing, to
-Megatron-DeepSpeed alone.
+"""What Megatron-DeepSpeed imports and a GPT never uses is served empty when it is missing, to it alone.
 
     deepspeed.compression.compress    megatron/training.py; DeepSpeed 0.19.7 and newer no longer have it
     torchvision                       megatron/data/vit_dataset.py, image_folder.py: of its vision models
 
-A name of an empty module can be imported and derived from; whoever calls it is told in one line what to
-install.
-"""
+A name of an empty module can be imported and derived from; whoever calls it is told what to install."""
 
 from __future__ import annotations
 
 import importlib.abc
-import importlib.machinery
 import sys
+from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -25,12 +22,16 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.grid import tell
 
 #: Module -> how to have the real one.
-UNUSED = {"deepspeed.compression.compress": "pip install 'deepspeed<0.19.7'", "torchvision": "pip install "
-                                                                                             "torchvision"}
+UNUSED = {"deepspeed.compression.compress": "pip install 'deepspeed<0.19.7'",
+          "torchvision": "pip install torchvision"}
+
+
+def _package_of(module: str) -> str:
+    return next((package for package in UNUSED if f"{module}.".startswith(f"{package}.")), "")
 
 
 def _refuse(module: str, name: str) -> HolmesError:
-    package = next(package for package in UNUSED if f"{module}.".startswith(f"{package}."))
+    package = _package_of(module)
     return HolmesError(f"{name} of {module} is used, but {package} is not installed: {UNUSED[package]}")
 
 
@@ -60,14 +61,12 @@ class _Empty(ModuleType):
 class _Server(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Last on sys.meta_path: asked only when there is no real module."""
 
-    def find_spec(self, name: str, path: Any = None,
-                  target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        missing = any(f"{name}.".startswith(f"{package}.") for package in UNUSED)
-        if missing and registry().is_on(MEGATRON_DEEPSPEED_IMPORTS.name) and _asked_by_megatron():
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if _package_of(name) and registry().is_on(MEGATRON_DEEPSPEED_IMPORTS.name) and _asked_by_megatron():
+            return ModuleSpec(name, self, is_package=True)
         return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Empty(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -12,7 +12,7 @@ import pytest
 from clusters import example
 
 from holmes_ext.patches.launch_flags import launches, limited
-from holmes_ext.patches.megatron.command_line.arguments import sizes_from_arguments
+from holmes_ext.patches.megatron.command_line.describe import sizes_from_arguments
 from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network

@@ -1,2 +1,1 @@
-"""A script's command line understood: what Megatron-LM's, Megatron-DeepSpeed's and DeepSpeed's flags say of a
-job."""
+"""A script's command line: what Megatron-LM's, Megatron-DeepSpeed's and DeepSpeed's flags say of a job."""

@@ -1,5 +1,4 @@
-"""The job that a command line describes: parallel sizes, model, how the framework runs it, what had to be
-assumed."""
+"""The job that a command line describes: sizes, model, how the framework runs it, what had to be assumed."""
 
 from __future__ import annotations
 
@@ -11,11 +10,12 @@ from math import ceil
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.megatron.command_line.flags import MEGATRON_DEEPSPEED
-from holmes_ext.patches.megatron.command_line.settings import of_flags, read, several
+from holmes_ext.patches.megatron.command_line.flags import MEGATRON_DEEPSPEED, READ
+from holmes_ext.patches.megatron.command_line.settings import read, settings_of, words
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.words import some_of
 
 #: Flags without which there is no model, by setting.
 NEEDED = {
@@ -35,11 +35,11 @@ UNFUSED = ("unfused", "local")
 @dataclass(frozen=True)
 class CommandLine:
     """sizes, model: None where nothing names them; trouble: why a model that is partly there could not be
-    made. zero, virtual: of the job. overlap: of reductions as the framework does it ("off", "first": of the
-    first stage, "on"); gather_overlap: updated weights travel under the next forward. stage_layers: as the
-    flags say, () for even ones. framework: whose flags they are, "" unless Megatron's. assumed, not_read,
-    unknown: for the user. training: what it says of a step, for a model that is known otherwise (fields of
-    Model, and zero)."""
+    made. overlap: of reductions as the framework does it ("off", "first": of the first stage, "on");
+    gather_overlap: updated weights travel under the next forward. stage_layers: () for even ones. framework:
+    whose flags they are, "" unless Megatron's. assumed, not_read, unknown: for the user. training: what it
+    says of a step, for a model that is known otherwise (fields of Model, and zero). backend: of
+    torch.distributed, "" where no flag says it. instances: of the distributed optimizer."""
 
     sizes: Sizes | None
     model: Model | None = None
@@ -54,9 +54,7 @@ class CommandLine:
     not_read: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     training: dict[str, Any] = field(default_factory=dict)
-    #: Of torch.distributed, "" where no flag says it.
     backend: str = ""
-    #: Of the distributed optimizer; each sums inside first.
     instances: int = 1
 
 
@@ -78,7 +76,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
         except HolmesError as error:
             trouble = str(error)
     virtual, split = _stages(given, model.layers if model else 0, pipeline, assumed)
-    overlaps = given.get("overlap", False) and not (deepspeed and pipeline > 1)
+    overlapped = given.get("overlap", False) and not (deepspeed and pipeline > 1)
     step = {name: given[name] for name in STEP if name in given}
     step |= {"zero": zero} if {"zero", "fsdp"} & set(given) else {}
     by_reason: dict[str, list[str]] = {}
@@ -86,20 +84,34 @@ def describe(argv: Sequence[str]) -> CommandLine:
         by_reason.setdefault(why, []).append(name)
     return CommandLine(
         _sizes(given), model, trouble, zero, virtual,
-        ("on" if pipeline == 1 else "first") if overlaps else "off",
+        ("on" if pipeline == 1 else "first") if overlapped else "off",
         given.get("gather_overlap", False), split, framework, tuple(assumed),
-        tuple(f"{several(names)}: {why}" for why, names in by_reason.items()), said.unknown, step,
+        tuple(f"{some_of(names, 4)}: {why}" for why, names in by_reason.items()), said.unknown, step,
         "".join(said.flags.get("--distributed-backend", [])[:1]), given.get("instances", 1),
     )
 
 
-def sizes_from(argv: Sequence[str]) -> Sizes | None:
+def sizes_from_arguments(argv: Sequence[str]) -> Sizes | None:
     """Sizes alone; None when `argv` names none, and with several optimizer instances: a plan without sizes
     puts each cluster's nodes together, so that an instance is a cluster, while one with sizes sees that
     data-parallel groups cross anyway and leaves the launcher's order. What a ds_config says of sizes is for
     the script to follow or not: a job asks the framework, which tells when it starts."""
-    given = of_flags(argv)
+    given = settings_of(READ, words(argv))
     return None if given.get("instances", 1) > 1 else _sizes(given)
+
+
+def model_from_arguments(argv: Sequence[str], needed: bool = True) -> Model | None:
+    """The model that `argv` describes, on nominal GPUs (150 TFLOP/s, no memory limit); None when it describes
+    none. HolmesError when some of it is lacking or fits together badly; None then where not `needed`."""
+    said = describe(argv)
+    if said.trouble and needed:
+        raise HolmesError(said.trouble)
+    return said.model
+
+
+def overlaps(option: str, argv: Sequence[str]) -> bool:
+    """Whether --holmes-overlap `option` reduces under the last backward; auto: where stages are."""
+    return "--no-pipeline-parallel" not in argv if option == "auto" else option == "on"
 
 
 def _sizes(given: dict[str, Any]) -> Sizes | None:
@@ -122,8 +134,9 @@ def _model(given: dict[str, Any], zero: int, deepspeed: bool, assumed: list[str]
             way_out = "add it, or give the model with --holmes-model FILE"
             raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
     values: dict[str, Any] = {name: given[name] for name in NEEDED}
-    plain = ("groups", "head_size", "max_positions", "bias", "tied", "expert_ffn", "shared_ffn")
-    values |= {name: given[name] for name in (*plain, "sequence_parallel") if name in given}
+    plain = ("groups", "head_size", "max_positions", "bias", "tied", "expert_ffn", "shared_ffn",
+             "sequence_parallel")
+    values |= {name: given[name] for name in plain if name in given}
     if "query_groups" in given and given.get("grouped"):
         values["groups"] = given["query_groups"]
     elif "query_groups" in given:
@@ -173,11 +186,9 @@ def _flash(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> bool:
 
 def _widths(given: dict[str, Any], zero: int, deepspeed: bool) -> dict[str, Any]:
     """Bytes of an element sent, of a gradient, and of one parameter's weights, gradients and optimizer.
-
-    16 bits: Megatron-LM keeps and sends gradients in 32 bits with --bf16, unless --grad-reduce-in-bf16, and
-    in 16 with --fp16 (arguments.py); DeepSpeed in the model's type, unless data_types.grad_accum_dtype
-    (engine.get_data_types).
-    """
+    Megatron-LM keeps and sends gradients in 32 bits with --bf16, unless --grad-reduce-in-bf16, and in 16 with
+    --fp16 (arguments.py); DeepSpeed in the model's type, unless data_types.grad_accum_dtype says otherwise
+    (engine.get_data_types)."""
     precision = given.get("precision", "fp32")
     weight = 4 if precision == "fp32" else 2
     gradient = 4 if precision == "bf16" and not deepspeed else weight

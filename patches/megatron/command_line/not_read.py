@@ -1,13 +1,6 @@
-"""Flags and ds_config keys that change what a step takes or holds and that the model does not know: named to
-the user.
-
-    NOT_READ    name -> why; UNLESS lists values with which it changes nothing
-    NO_BEARING  beginnings of names that change neither sizes, memory nor traffic (or under 0.1 %: a norm's
-                bias): data, the optimizer's numbers, checkpoints and logs, kernels, experts' routing,
-                inference, how ranks talk
-
-Whatever is in neither, nor read (flags.py), is named as unknown.
-"""
+"""Flags and ds_config keys that the model does not know: those that change what a step takes or holds, with
+why (NOT_READ), and beginnings of those that change neither sizes, memory nor traffic (or under 0.1 %: a
+norm's bias). Whatever is neither here nor read (flags.py) is named to the user as unknown."""
 
 from __future__ import annotations
 
@@ -93,26 +86,30 @@ NOT_READ: dict[str, str] = {name: why for why, names in {
     "computing is counted as the other settings say": "amp",
 }.items() for name in names.split()}
 
-#: Values with which a flag or key of NOT_READ changes nothing.
-UNLESS: dict[str, tuple[str, ...]] = {
-    "--expert-tensor-parallel-size": ("tensor",),  # a setting: the same number as this one
-    "--recompute-num-layers": ("1",), "--checkpoint-num-layers": ("1",), "--cp-comm-type": ("p2p",),
-    "--recompute-modules": ("core_attn",), "--moe-token-dispatcher-type": ("alltoall", "alltoall_seq"),
-    "--spec": ("local",), "--remote-device": ("none",), "--moe-train-capacity-factor": ("1", "1.0"),
-    "--window-size": ("",), "--mtp-num-layers": ("0",), "--zero-reduce-bucket-size": ("0.0",),
-    "--zero-allgather-bucket-size": ("0.0",),
-    "--linear-attention-freq": ("0",), "--moe-dispatch-fwd-dtype": ("bf16",),
-    "--moe-combine-bwd-dtype": ("bf16",),
-    "--tensor-parallel-num-weight-shards": ("1",), "--expert-tensor-parallel-num-weight-shards": ("1",),
-    "zero_optimization.offload_optimizer.device": ("none",), "zero_optimization.cpu_offload": ("False",),
-    "zero_optimization.offload_param": ("none",), "pipeline.partition": ("uniform", "best"),
-    "activation_checkpointing.partition_activations": ("False",), "sparse_gradients": ("False",),
-    "activation_checkpointing.cpu_checkpointing": ("False",), "amp": ("False",),
-    "curriculum_learning": ("False",),
-    "zero_optimization.zero_hpz_partition_size": ("1",), "zero_optimization.mics_shard_size": ("-1",),
-    "zero_optimization.zero_quantized_weights": ("False",),
-    "zero_optimization.zero_quantized_gradients": ("False",),
-}
+#: Values with which a flag or key of NOT_READ changes nothing; "tensor": the same number as this setting.
+UNLESS: dict[str, tuple[str, ...]] = {name: values for values, names in {
+    ("tensor",): "--expert-tensor-parallel-size",
+    ("",): "--window-size",
+    ("0",): "--mtp-num-layers --linear-attention-freq",
+    ("0.0",): "--zero-reduce-bucket-size --zero-allgather-bucket-size",
+    ("1",): """
+        --recompute-num-layers --checkpoint-num-layers --tensor-parallel-num-weight-shards
+        --expert-tensor-parallel-num-weight-shards zero_optimization.zero_hpz_partition_size""",
+    ("1", "1.0"): "--moe-train-capacity-factor",
+    ("-1",): "zero_optimization.mics_shard_size",
+    ("p2p",): "--cp-comm-type",
+    ("core_attn",): "--recompute-modules",
+    ("alltoall", "alltoall_seq"): "--moe-token-dispatcher-type",
+    ("local",): "--spec",
+    ("bf16",): "--moe-dispatch-fwd-dtype --moe-combine-bwd-dtype",
+    ("uniform", "best"): "pipeline.partition",
+    ("none",): """
+        --remote-device zero_optimization.offload_optimizer.device zero_optimization.offload_param""",
+    ("False",): """
+        zero_optimization.cpu_offload zero_optimization.zero_quantized_weights sparse_gradients amp
+        zero_optimization.zero_quantized_gradients curriculum_learning
+        activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing""",
+}.items() for name in names.split()}
 
 #: Beginnings of flags.
 NO_BEARING = tuple(f"--{name}" for name in """
@@ -141,7 +138,7 @@ NO_BEARING = tuple(f"--{name}" for name in """
     no-one-logger otel- app-tag straggler disable-straggler run-workload result-rejected rerun-
     error-injection fault- inprocess- enable-ft calc-ft ft- flight-recorder no-flight gpu-sniff
     check-weight-hash adlr- moe-routing-trace moe-per-layer-logging logits- manual-gc no-manual-gc
-    empty-unused-memory test-mode deterministic iter-per-epoch no-initialization use-cpu-initialization
+    empty-unused-memory deterministic iter-per-epoch no-initialization use-cpu-initialization
     lazy-mpu local-rank local_rank fake-process-group use-mcore use-legacy no-masked-softmax no-bias-
     no-rope no-persist no-gradient- no-query-key rotary- rope- use-rope yarn- no-yarn mscale norm qk-
     layernorm- add-qkv openai-gelu squared-relu onnx attention-softmax softmax-type fp16-lm-cross
@@ -151,7 +148,7 @@ NO_BEARING = tuple(f"--{name}" for name in """
     num-layers-at use-kitchen kitchen- enable-experimental flash-attention-version flash-decode
     batch-invariant output-logit no-tp-comm tp-comm-overlap- tp-comm-bootstrap recompute-method
     delay-offload delta-offload activation-offload offload-modules min-offloaded fine-grained-offloading
-    cpu-offloading-retain wgrad-deferral ep-overlap window-attn relative- mrope scattered split-transformers
+    cpu-offloading-retain wgrad-deferral ep-overlap window-attn relative- mrope scattered
     tile- contigious- synchronize-each zero-contig zero-reduce-scatter deepspeed-activation no-async-tensor
     no-clone-scatter v-head-dim cache-mla mla-down dsa- no-dsa linear- mamba- disable-mamba gdp- mhc-
     ds-sequence-parallel-fpdt- moe-grouped moe-permute moe-router- moe-use- moe-single moe-upcycling
@@ -166,22 +163,19 @@ NO_BEARING = tuple(f"--{name}" for name in """
     no-contiguous disable-gloo sharp- high-priority create-all-gather use-nccl-ub disable-symmetric fsdp-
     suggested-comm keep-fp8 megatron-fsdp-version megatron-fsdp-enable megatron-fsdp-max gtp- deepscale
 """.split())
-#: The same of ds_config's keys.
-NO_BEARING_KEYS = tuple("""
-    steps_per_print wall_clock_breakdown dump_state optimizer.params scheduler fp16. bf16. bfloat16.
-    gradient_clipping prescale_gradients gradient_predivide zero_allow_untested tensorboard wandb
-    csv_monitor comet monitor flops_profiler comms_logger communication_options aio elasticity autotuning
-    checkpoint data_types. zero_force_ds_cpu memory_breakdown disable_allgather eigenvalue nebula
-    zero_optimization.contiguous zero_optimization.reduce_scatter zero_optimization.allgather_partitions
-    zero_optimization.round_robin zero_optimization.sub_group zero_optimization.stage3_
-    zero_optimization.elastic zero_optimization.load_from zero_optimization.ignore_unused
-    zero_optimization.offload_optimizer. zero_optimization.gather_16bit zero_optimization.param_persistence
-    zero_optimization.prefetch zero_optimization.max_ zero_optimization.use_
-    zero_optimization.memory_efficient zero_optimization.cpu_offload_use zero_optimization.legacy
-    zero_optimization.override zero_optimization.pipeline_loading zero_optimization.log_trace pipeline.seed
-    pipeline.activation pipeline.pipe_partitioned pipeline.grad_partitioned pipeline.use_reentrant
-    activation_checkpointing.contiguous activation_checkpointing.synchronize
-    activation_checkpointing.profile activation_checkpointing.cpu_checkpointing_ timers
-    seq_parallel_communication use_data_before graph_harvesting compile weight_quantization hybrid_engine
-    tensor_parallel dataloader_drop_last
-""".split())
+#: The same of ds_config's keys, by table.
+NO_BEARING_KEYS = tuple(table + key for table, keys in {
+    "": """
+        steps_per_print wall_clock_breakdown dump_state optimizer.params scheduler fp16. bf16. bfloat16.
+        gradient_clipping prescale_gradients gradient_predivide zero_allow_untested tensorboard wandb
+        csv_monitor comet monitor flops_profiler comms_logger communication_options aio elasticity
+        autotuning checkpoint data_types. zero_force_ds_cpu memory_breakdown disable_allgather eigenvalue
+        nebula timers seq_parallel_communication use_data_before graph_harvesting compile
+        weight_quantization hybrid_engine tensor_parallel dataloader_drop_last""",
+    "zero_optimization.": """
+        contiguous reduce_scatter allgather_partitions round_robin sub_group stage3_ elastic load_from
+        ignore_unused offload_optimizer. gather_16bit param_persistence prefetch max_ use_
+        memory_efficient cpu_offload_use legacy override pipeline_loading log_trace""",
+    "activation_checkpointing.": "contiguous synchronize profile cpu_checkpointing_",
+    "pipeline.": "seed activation pipe_partitioned grad_partitioned use_reentrant",
+}.items() for key in keys.split())

@@ -1,5 +1,4 @@
-"""What Megatron-LM and Megatron-DeepSpeed will refuse of a layout, in their terms, with the nearest that they
-take."""
+"""What Megatron-LM and Megatron-DeepSpeed will refuse of a layout, with the nearest that they take."""
 
 from __future__ import annotations
 
@@ -15,16 +14,15 @@ def refusals(said: CommandLine, sizes: Sizes, world: int, partitioned: bool = Fa
     model = said.model
     if model is None:
         return
-    heads = "--num-attention-heads", model.heads
-    yield from _divides(*heads, "--tensor-model-parallel-size", sizes.tensor, 1, world)
+    tensor = "--tensor-model-parallel-size", sizes.tensor
+    yield from _divides("--num-attention-heads", model.heads, *tensor, 1, world)
     if model.groups and model.groups % sizes.tensor and sizes.tensor % model.groups:
-        groups = "--num-query-groups", model.groups
-        yield from _divides(*groups, "--tensor-model-parallel-size", sizes.tensor, 1, world)
+        yield from _divides("--num-query-groups", model.groups, *tensor, 1, world)
     even = said.framework == "megatron-lm" and not (said.stage_layers or partitioned)
     if even and sizes.pipeline > 1:
-        layers = "--num-layers", model.layers
-        lines = list(_divides(*layers, "--pipeline-model-parallel-size", sizes.pipeline, said.virtual, world))
-        yield from (f"{line}; or --holmes-partition balanced gives stages unequal ones" for line in lines)
+        pipeline = "--pipeline-model-parallel-size", sizes.pipeline
+        for line in _divides("--num-layers", model.layers, *pipeline, said.virtual, world):
+            yield f"{line}; or --holmes-partition balanced gives stages unequal ones"
 
 
 def _divides(name: str, count: int, flag: str, size: int, chunks: int, world: int) -> Iterator[str]:
@@ -32,7 +30,8 @@ def _divides(name: str, count: int, flag: str, size: int, chunks: int, world: in
     if count % (size * chunks) == 0:
         return
     fit = [value for value in divisors(world) if count % (value * chunks) == 0]
-    below, above = [value for value in fit if value < size], [value for value in fit if value > size]
+    below = [value for value in fit if value < size]
+    above = [value for value in fit if value > size]
     nearest = " or ".join(map(str, (*below[-1:], *above[:1])))
     what = f"{flag} {size}" + (f" of {chunks} chunks" if chunks > 1 else "")
     yield f"{name} {count} does not divide by {what}" + (f"; nearest that do: {nearest}" if nearest else "")

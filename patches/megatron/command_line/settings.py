@@ -1,12 +1,8 @@
-"""A command line, and the ds_config that it names, as settings by name; what of them is not read, and what is
-unknown.
-
-    argv  -- words -->  {flag: [values]}  -- flags.py, not_read.py -->  Settings
-"""
+"""A command line, and the ds_config that it names, as settings by name; what is not read, what is unknown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +14,8 @@ from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEA
 
 @dataclass(frozen=True)
 class Settings:
-    """values: by the names of flags.py. flags: those of the command line, with what follows each. not_read:
-    name -> why; unknown: names. overruled: lines on settings that ds_config and flags give differently
-    (ds_config's count)."""
+    """values: by the names of flags.py. flags: each with what follows. not_read: name -> why. overruled: what
+    ds_config and flags say differently (ds_config's counts)."""
 
     values: dict[str, Any]
     flags: dict[str, list[str]]
@@ -45,7 +40,7 @@ def words(argv: Sequence[str]) -> dict[str, list[str]]:
 def read(argv: Sequence[str]) -> Settings:
     """What `argv` and its ds_config say. Values that are no numbers, the script's to refuse, say nothing."""
     flags = words(argv)
-    values = _values(READ, flags)
+    values = settings_of(READ, flags)
     tensor = str(values.get("tensor", 1))
     spoken = [flag for flag, said in flags.items() if not _harmless(flag, " ".join(said), tensor)]
     not_read = {flag: NOT_READ[flag] for flag in spoken if flag in NOT_READ}
@@ -59,7 +54,7 @@ def read(argv: Sequence[str]) -> Settings:
         not_read[name] = "cannot be read as JSON: its settings are not counted"
         return Settings(values, flags, not_read, tuple(unknown))
     keys = {key: [said] for key, said in _leaves(config.content) if said != "auto"}
-    in_config = _values(DS_CONFIG, keys)
+    in_config = settings_of(DS_CONFIG, keys)
     for key, (said,) in keys.items():
         entry = next((known for known in NOT_READ if key == known or key.startswith(f"{known}.")), "")
         if entry and not _harmless(entry, str(said)):
@@ -72,12 +67,7 @@ def read(argv: Sequence[str]) -> Settings:
     return Settings(values | in_config, flags, not_read, tuple(dict.fromkeys(unknown)), tuple(overruled))
 
 
-def of_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """Settings of the flags alone, without a ds_config."""
-    return _values(READ, words(argv))
-
-
-def _values(table: Mapping[str, tuple[str, Any]], given: Mapping[str, list[Any]]) -> dict[str, Any]:
+def settings_of(table: Mapping[str, tuple[str, Any]], given: Mapping[str, list[Any]]) -> dict[str, Any]:
     """Settings of what is `given`; of two names of one setting the later in the table counts."""
     settings = {}
     for name, (setting, meaning) in table.items():
@@ -112,9 +102,3 @@ def _leaves(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, A
             yield before + key, value
         elif value.get("enabled", True) is not False:
             yield from _leaves(value, f"{before}{key}.")
-
-
-def several(names: Iterable[str]) -> str:
-    """ "a, b and 3 more" of many."""
-    listed = list(names)
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")

@@ -2,11 +2,7 @@
 
 Before core 0.20 a fully reshardable checkpoint is wrong when a bucket other than the last is padded:
 get_parameter_state_dp_zero drops the padding between buckets, sharded_param_state_fully_reshardable counts it
-(0.14, 0.15, 0.16.1; mended in 0.20).
-
-    params   | 4096 | 32.. | 4096 |        cut where the sum is a multiple of the
-                                           divisor: no padding, nothing dropped
-"""
+(0.14, 0.15, 0.16.1; mended in 0.20). Cut where the sum is a multiple of the divisor, buckets have none."""
 
 from __future__ import annotations
 
@@ -14,19 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-#: Elements at whose multiples a parameter starts (_pad_start_of_param_if_needed), and of which a bucket's end
-#: is one besides.
-START, END = 64, 128
-#: What a bucket's end is a multiple of as well with pad_buckets_for_high_nccl_busbw.
-HIGH_BANDWIDTH = 2**16
+#: Elements at whose multiples a parameter starts (_pad_start_of_param_if_needed), and a bucket ends; ends as
+#: well with pad_buckets_for_high_nccl_busbw.
+START, END, HIGH_BANDWIDTH = 64, 128, 2**16
 
 
 def cuts(params: Sequence[tuple[int, bool]], size: int | None, divisor: int) -> list[int]:
-    """Where megatron-core's buckets of `size` elements would end before padding, as offsets in the buffer.
-
-    params: (elements, whether it has a bucket of its own) in the order of the backward pass. divisor: of
-    every bucket's padded end.
-    """
+    """Offsets at which megatron-core's buckets of `size` elements would end unpadded. params: (elements,
+    whether it has its own bucket), in the backward pass's order. divisor: of every bucket's padded end."""
     ends, begin, at, filled = [], 0, 0, False
 
     def cut() -> None:
@@ -42,9 +33,7 @@ def cuts(params: Sequence[tuple[int, bool]], size: int | None, divisor: int) -> 
         at, filled = at + elements, True
         if alone or size is not None and at - begin >= size:
             cut()
-    if filled:
-        ends.append(at)
-    return ends
+    return [*ends, at] if filled else ends
 
 
 def unpadded(params: Sequence[tuple[int, bool]], wanted: int, divisor: int) -> int | None:

@@ -2,15 +2,9 @@
 (--holmes-overlap on).
 
 megatron-core's overlap_param_gather starts the gather in the forward pass; until then the weights that a
-program sees are old, and it has to know (start_param_sync before each checkpoint, on all ranks). Here, with
-the same buckets and handles:
-
-    optimizer.step()    every bucket's gather starts, the first that the forward pass needs first
-    forward             a layer waits for its own bucket, by megatron-core's hook
-    state_dict()        waits for all of them; no rank needs another for that, since all gathers are under way
-
-What is left to the program: tensors that it reads by itself, between step() and the forward pass.
-"""
+program sees are old, and it has to know (start_param_sync before each checkpoint, on all ranks). Here step()
+starts every bucket's gather, the first that the forward pass needs first, and state_dict() waits for all of
+them. What is left to the program: tensors that it reads by itself, between step() and the forward pass."""
 
 from __future__ import annotations
 

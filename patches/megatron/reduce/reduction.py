@@ -1,27 +1,18 @@
 """megatron-core's gradient reductions under a plan: buckets and overlap on every stage that the plan says.
 
 megatron-core buckets and overlaps on the first pipeline stage only, which is right where all stages have one
-network:
+network; later ones have one all-reduce after their last backward. Here the plan says which stages overlap and
+how large a bucket suits their fabric; buckets, hooks, handles and schedules are megatron-core's own.
 
-    DistributedDataParallel   bucket_size = None on later stages, so one all-reduce after their last backward
-    here                      the plan says which stages overlap and how large a bucket suits their fabric
-
-Everything else is megatron-core's own: its buckets, hooks, handles and schedules. The distributed optimizer
-is never turned on: it is the program's choice, which changes what its checkpoints look like. Where a program
-runs it,
-
-    --holmes-overlap auto     its buckets stay, since checkpoints may depend
-                              on them (megatron_lm.py knows when not)
-    --holmes-overlap on       its buckets are the plan's too, and weights
-                              travel during the forward pass (gather.py)
-"""
+The distributed optimizer is never turned on: that changes what checkpoints look like. Where a program runs it
+its buckets stay under --holmes-overlap auto, since checkpoints may depend on them (megatron_lm.py knows when
+not); with `on` they are the plan's too, and weights travel during the forward pass (gather.py)."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
@@ -34,18 +25,9 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
 
-
-@dataclass(frozen=True)
-class _Planned:
-    """Of the DistributedDataParallel being built: elements of a bucket; whether they were left open."""
-
-    elements: int
-    ours: bool
-
-
-_bucket: ContextVar[_Planned | None] = ContextVar("planned bucket", default=None)
-#: True once megatron_lm.py has found that no checkpoint of this job depends on the distributed optimizer's
-#: buckets.
+#: Elements of a bucket of the DistributedDataParallel being built.
+_bucket: ContextVar[int | None] = ContextVar("planned bucket", default=None)
+#: True once megatron_lm.py has found that no checkpoint depends on the distributed optimizer's buckets.
 checkpoints_allow_buckets = False
 
 
@@ -56,13 +38,9 @@ def may_bucket_optimizer(current: session.Session) -> bool:
 
 def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
     """Once in a job, with the ways out of it."""
-    tell(
-        current,
-        "the distributed optimizer's buckets stay as they are, since checkpoints may depend on them;"
-        f" {way}--holmes-overlap on from the first checkpoint lets them, and weights, travel while the job "
-        f"computes",
-        once="distributed optimizer's buckets",
-    )
+    tell(current, "the distributed optimizer's buckets stay as they are, since checkpoints may depend on "
+         f"them; {way}--holmes-overlap on from the first checkpoint lets them, and weights, travel while the "
+         "job computes", once="distributed optimizer's buckets")
 
 
 @with_session
@@ -87,18 +65,17 @@ def _reduce_as_planned(current, wrapped, instance, args, kwargs):
     default = max(40_000_000, 1_000_000 * len(ranks))
     # In place, as megatron-core itself does it: all chunks of a model must have equal configurations.
     if ddp_config.bucket_size in (None, default):
-        ddp_config.bucket_size, ddp_config.buckets_by_plan = min(elements, default), True
+        ddp_config.bucket_size = min(elements, default)
+        ddp_config.buckets_by_plan = True
     if not ddp_config.overlap_grad_reduce:
         ddp_config.overlap_grad_reduce = ddp_config.overlap_by_plan = True
     if getattr(ddp_config, "overlap_by_plan", False):
         _no_sync_between_micro_batches(given["config"], instance)
     gather = megatron_gather.turn_on(ddp_config)
-    chosen = ddp_config.bucket_size
-    planned = _Planned(chosen, getattr(ddp_config, "buckets_by_plan", False))
-    token = _bucket.set(None if given["disable_bucketing"] else planned)
+    chosen = None if given["disable_bucketing"] else ddp_config.bucket_size
+    token = _bucket.set(chosen)
     try:
-        if ("full_param_layout" in given and ddp_config.use_distributed_optimizer
-                and not given["disable_bucketing"]):
+        if chosen is not None and "full_param_layout" in given and ddp_config.use_distributed_optimizer:
             given["full_param_layout"] = _distributed_layout(given, chosen)
         result = wrapped(*bound.args, **bound.kwargs)
     finally:
@@ -130,40 +107,40 @@ def _distributed_layout(given: Mapping[str, Any], elements: int):
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    ddp_config, params = given["ddp_config"], [p for p in given["module"].parameters() if p.requires_grad]
+    ddp_config = given["ddp_config"]
+    params = [p for p in given["module"].parameters() if p.requires_grad]
     groups = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"],
                                                                  ddp_config)
-    ranks, experts = groups["intra_dp_cp_group"].size(), groups["intra_expt_dp_group"].size()
+    ranks = groups["intra_dp_cp_group"].size()
+    experts = groups["intra_expt_dp_group"].size()
     layout = DistributedOptimizer.compute_full_param_layout
     return layout(params, elements, ranks, ddp_config, expert_data_parallel_world_size=experts)
 
 
 def _bucket_as_planned(wrapped, instance, args, kwargs):
     """_ParamAndGradBuffer.__init__, which is told no bucket size on every stage but the first."""
-    planned = _bucket.get()
-    if planned is None:
+    if (elements := _bucket.get()) is None:
         return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     given = bound.arguments
-    if given["bucket_size"] is None or planned.ours:
-        given["bucket_size"], ddp_config = planned.elements, given["ddp_config"]
+    ddp_config = given["ddp_config"]
+    if given["bucket_size"] is None or getattr(ddp_config, "buckets_by_plan", False):
+        given["bucket_size"] = elements
         if ddp_config.use_distributed_optimizer and not has("layout of buckets"):
-            # with names: 0.17
-            params = given.get("params") or [param for param, _ in given["params_with_names"]]
+            params = given.get("params") or [param for param, _ in given["params_with_names"]]  # 0.17
             ranks = given["data_parallel_group"].size()
-            given["bucket_size"] = megatron_buckets.of_buffer(params, ranks, ddp_config, planned.elements)
+            given["bucket_size"] = megatron_buckets.of_buffer(params, ranks, ddp_config, elements)
     return wrapped(*bound.args, **bound.kwargs)
 
 
 def _lay_out_unpadded(wrapped, instance, args, kwargs):
     """DistributedOptimizer._compute_per_buffer_param_layout."""
-    planned = _bucket.get()
-    if planned is None:
+    if (elements := _bucket.get()) is None:
         return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     given = bound.arguments
     ranks, ddp_config = given["data_parallel_world_size"], given["ddp_config"]
-    given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, planned.elements)
+    given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, elements)
     return wrapped(*bound.args, **bound.kwargs)
 
 

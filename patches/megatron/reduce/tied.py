@@ -1,14 +1,9 @@
 """megatron-core's shared embedding, whose gradient crosses clusters once for a stage instead of once for each
-of its data-parallel ranks.
-
-    stock    after the data-parallel reduction every rank of the first stage all-reduces the whole gradient
-             with its twin of the last one (finalize_model_grads: _allreduce_embedding_grad)
-    here     the sum over all ranks of both stages, in two levels (runtime/reduce/tied.py)
+of its data-parallel ranks: over all ranks of both stages in two levels (runtime/reduce/tied.py).
 
 By then a rank has its stage's average, which counts 1 / d on each of the d ranks. Under the distributed
 optimizer it has that of its own shard of a bucket, and nothing of use beside it: zeros are summed there, and
-the shard counts once.
-"""
+the shard counts once."""
 
 from __future__ import annotations
 
@@ -25,7 +20,8 @@ from holmes_ext.patches.megatron.features import TIED
 def _all_reduce(current, wrapped, instance, args, kwargs):
     """_allreduce_embedding_grad, of word embeddings."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    group, chunk = given["embd_group"], _own_chunk(given["model"], given["pp_group"])
+    group = given["embd_group"]
+    chunk = _own_chunk(given["model"], given["pp_group"])
     if core.job.sizes is None or not _in(group) or chunk is None:
         return wrapped(*args, **kwargs)
     import torch
@@ -41,8 +37,7 @@ def _all_reduce(current, wrapped, instance, args, kwargs):
     tied_sum = tied_sum_of(group, core.job.sizes, gradient.device.type)
     if tied_sum is None or not tied_sum.takes(gradient):
         return wrapped(*args, **kwargs)
-    shard = own_shard(chunk, weight)
-    if shard is not None:
+    if (shard := own_shard(chunk, weight)) is not None:
         flat, (start, stop) = gradient.view(-1), shard
         flat[:start].zero_()
         flat[stop:].zero_()
@@ -60,8 +55,7 @@ def _own_chunk(model: list[Any], pipeline: Any) -> Any:
     the position embeddings of encoders, several optimizer instances, FSDP."""
     if pipeline is None or isinstance(pipeline, list):
         return None
-    ends = {0: model[0], pipeline.size() - 1: model[-1]}
-    chunk = ends.get(pipeline.rank())
+    chunk = {0: model[0], pipeline.size() - 1: model[-1]}.get(pipeline.rank())
     config: Any = getattr(chunk, "ddp_config", None)
     plain = config is not None and not config.use_megatron_fsdp and isinstance(
         getattr(chunk, "buffers", None), list)

@@ -3,7 +3,7 @@
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.megatron.command_line.arguments import (
+from holmes_ext.patches.megatron.command_line.describe import (
     model_from_arguments,
     overlaps,
     sizes_from_arguments,

@@ -9,7 +9,7 @@ from holmes_ext.cluster.site import Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed import p2p as deepspeed_p2p
-from holmes_ext.patches.megatron.command_line.arguments import sizes_from_arguments
+from holmes_ext.patches.megatron.command_line.describe import sizes_from_arguments
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session as sessions
