@@ -80,6 +80,7 @@ WAYS = {
 COMPARED = (
     ("default", "synchronous", "synchronous", "<="),
     ("alone", "default", "synchronous", ">="),
+    ("muon", "synchronous", "synchronous", "<="),
     ("2bit, every 208", "default", "default", "<="),
 )
 
@@ -122,7 +123,7 @@ class OuterLoop:
         self.period, self.in_period = settings.period, 0
         tensors = [Tensor(name, tuple(p.shape), "float32") for name, p in copies[0].model.named_parameters()]
         row = Weights("all", tensors, [Part(0, copies[0].flat)])
-        matrices = [matrix for _, matrix in row.matrices] if self.algorithm.of_matrices else []
+        matrices = row.matrices if self.algorithm.of_matrices else []
         cuts = fragment_cuts(row.total, settings.fragments, [(one.start, one.stop) for one in matrices])
         self.ranges = [slice(*pair) for pair in pairwise(cuts)]
         self.matrices = [

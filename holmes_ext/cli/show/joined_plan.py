@@ -22,9 +22,8 @@ COLUMNS = (Column("--holmes-outer"), Column("round, s", right=True, drop=1), Col
 _PORT = 29600
 #: Of jobs that join with the default: what docs/benchmarks/joined.md measured beside one synchronous job.
 _LOSS_OF_JOINED = {2: "as one job's within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
-#: Where it can be used; benchmarks/joined_losses.py, small models.
-_MUON = ("without ZeRO 3 or FSDP2, --holmes-outer algorithm=muon: small models learned more than in one job"
-         " (docs/benchmarks/joined.md)")
+#: benchmarks/joined_losses.py.
+_MUON = "with --holmes-outer algorithm=muon small models learned more than in one job (docs/benchmarks/joined.md)"
 CHOICES = (Column("choice"), Column("tokens/s", right=True), Column("loss"))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 

@@ -21,8 +21,8 @@ when. Needs no torch of its own: an algorithm is a class here, and its name in A
     muon      diloco, with the step of every matrix made orthogonal (Newton-Schulz) at the length it has:
                   m <- mu m + d           a <- a - lr |d + mu m| O(d + mu m) / |O(d + mu m)|
 
-Every function is elementwise, but for scalars that all jobs have alike (muon: for matrices that one rank has
-whole): shards do not change the result, and all jobs get the same bits.
+Every function is elementwise, but for scalars that all jobs have alike, and for matrices (muon), which ranks
+that share them gather: shards do not change the result, and all jobs get the same bits.
 """
 
 from __future__ import annotations

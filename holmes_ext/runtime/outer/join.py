@@ -28,7 +28,8 @@ from holmes_ext.runtime.outer.rounds.rolling_runner import RollingRunner
 from holmes_ext.runtime.outer.rounds.round_runner import RoundRunner
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.job_ranks import JobRanks, Replicas
-from holmes_ext.runtime.outer.shards.ownership import RankRange, first_cut, fragment_cuts, owners
+from holmes_ext.runtime.outer.shards.matrices import gather_cut_matrices
+from holmes_ext.runtime.outer.shards.ownership import RankRange, cuts, fragment_cuts, owners
 from holmes_ext.runtime.outer.shards.state import OuterState
 from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights, row_of
 from holmes_ext.runtime.sockets.handshake import Credentials
@@ -87,13 +88,14 @@ def join(
     here: Weights = job_ranks.together(weights)
     whole = here.matrices if settings.outer_algorithm().of_matrices else []
     row = {"position": here.position, "digest": here.digest, "total": here.total, "holdings": here.holdings,
-           "whole": [(name, matrix.start, matrix.stop) for name, matrix in whole]}  # fmt: skip
+           "whole": [(matrix.start, matrix.stop) for matrix in whole]}  # fmt: skip
     everyone = job_ranks.from_all(row)
     maps = _maps(job, everyone, settings, job_ranks)
     replicas, group = _replicas(everyone, job_ranks.rank)
     _refuse_odd_holdings(job, here, everyone, replicas, job_ranks)
     ranges_here = maps[here.position]
     state = OuterState(settings, here, ranges_here, job_ranks.rank)
+    _gather_what_is_cut(state, maps, everyone, job_ranks.rank, device)
     secret = job_ranks.from_first(os.urandom(16).hex())
     identity = RankIdentity(job, incarnation_of(secret), job_ranks.rank, secret)
     links: PeerLinks = job_ranks.together(lambda: _links(place, identity, state))
@@ -159,16 +161,27 @@ def _maps(
                              f" {PARALLEL}")  # fmt: skip
         holdings = {rank: [(a, b) for a, b in row["holdings"]] for rank, row in there.items()}
         one = next(iter(there.values()))
-        total, whole = one["total"], [(start, stop) for _, start, stop in one["whole"]]
+        total, whole = one["total"], [(start, stop) for start, stop in one["whole"]]
         maps[position] = owners(total, fragment_cuts(total, settings.fragments, whole), holdings, whole)
-        if cut := first_cut(maps[position], whole):
-            number, first, second = cut
-            job_ranks.refuse(
-                f"--holmes-outer: algorithm={settings.algorithm} steps whole matrices, but ranks {first} and"
-                f" {second} of job {job} hold parts of {one['whole'][number][0]!r} (ZeRO, FSDP, a distributed"
-                " optimizer); give algorithm=diloco"
-            )
     return maps
+
+
+def _gather_what_is_cut(
+    state: OuterState,
+    maps: Mapping[str, list[RankRange]],
+    everyone: list[dict[str, Any]],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Matrices of which several ranks exchange parts; all ranks make all groups, in one order."""
+    for position, owned in maps.items():
+        there = [other for other, row in enumerate(everyone) if row["position"] == position]
+        if not cuts(owned, [(start, stop) for start, stop in everyone[there[0]]["whole"]]):
+            continue
+        group = dist.new_group(there)
+        if rank in there:
+            holders = Replicas(owned, there, group, device)
+            gather_cut_matrices(state.fragments, state.matrices, holders, state.weights.device)
 
 
 def _refuse_odd_holdings(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,9 @@ class Matrices:
 
     places: Sequence[Matrix] = ()
     device: torch.device | str = "cpu"
+
+    #: Whether orthogonalize() is collective over ranks of the job.
+    needs_others: ClassVar[bool] = False
 
     def orthogonalize(self, flat: torch.Tensor) -> None:
         """Each matrix becomes the nearest one with orthogonal rows or columns, about, and as long as it was

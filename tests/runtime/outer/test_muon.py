@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer import orthogonal
 from holmes_ext.runtime.outer.orthogonal import Matrices, Matrix, frobenius, is_matrix
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
-from holmes_ext.runtime.outer.shards.ownership import first_cut, fragment_cuts, owners
+from holmes_ext.runtime.outer.shards.matrices import gather_cut_matrices
+from holmes_ext.runtime.outer.shards.ownership import cuts as cuts_some
+from holmes_ext.runtime.outer.shards.ownership import fragment_cuts, owners
 from holmes_ext.runtime.outer.shards.state import OuterState, Pending
 from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights
 
@@ -72,7 +75,7 @@ def test_layers_are_matrices_and_tables_and_vectors_are_not():
     assert is_matrix((4096, 11008)) and is_matrix((28672, 4096)) and is_matrix((2, 3))
     assert not is_matrix((128_000, 4096)) and not is_matrix((64,)) and not is_matrix((1, 8))
     assert not is_matrix((3, 3, 8))
-    assert [name for name, _ in weights().matrices] == MATRICES
+    assert [(one.rows, one.columns) for one in weights().matrices] == [SHAPES[name] for name in MATRICES]
 
 
 def test_only_matrices_are_made_orthogonal():
@@ -86,25 +89,24 @@ def test_only_matrices_are_made_orthogonal():
         one.fragments[0].pending.append(Pending(1, gradient.clone(), mu=0.3))
         one.apply(one.fragments[0])
     muon, diloco = (one.fragments[0].anchor for one in (state, plain))
-    places = dict(here.matrices)
     place = 0
     for name, shape in SHAPES.items():
         span = slice(place, place := place + math.prod(shape))
-        assert torch.equal(muon[span], diloco[span]) == (name not in places), name
+        assert torch.equal(muon[span], diloco[span]) == (name not in MATRICES), name
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4])
 def test_what_replicas_share_and_what_is_given_away_have_the_bits_of_the_whole(fragments):
     """Three ranks, and one, take the same steps; a piece for another job has what is pending, too."""
     one = weights()
-    whole = [(matrix.start, matrix.stop) for _, matrix in one.matrices]
+    whole = [(matrix.start, matrix.stop) for matrix in one.matrices]
     settings = OuterSettings(algorithm="muon", fragments=fragments)
     cuts = fragment_cuts(one.total, fragments, whole)
     gradient = torch.randn(one.total, generator=torch.Generator().manual_seed(4))
     rows = []
     for ranks in (1, 3):
         maps = owners(one.total, cuts, dict.fromkeys(range(ranks), one.holdings), whole)
-        assert first_cut(maps, whole) is None
+        assert not cuts_some(maps, whole)
         row, given = torch.empty(one.total), torch.empty(one.total)
         for rank in range(ranks):
             state = OuterState(settings, one, maps, rank)
@@ -131,12 +133,56 @@ def test_cuts_go_around_matrices_for_any_model():
         cuts = fragment_cuts(5000, source.randint(1, 6), whole)
         assert cuts == sorted(cuts) and cuts[0] == 0 and cuts[-1] == 5000
         maps = owners(5000, cuts, {rank: [(0, 5000)] for rank in range(source.randint(1, 5))}, whole)
-        assert first_cut(maps, whole) is None
+        assert not cuts_some(maps, whole)
 
 
 def test_a_shard_that_cuts_a_matrix_is_found():
     maps = owners(100, [0, 100], {0: [(0, 50)], 1: [(50, 100)]}, [(10, 20), (40, 60)])
-    assert first_cut(maps, [(10, 20), (40, 60)]) == (1, 0, 1)
+    assert cuts_some(maps, [(10, 20), (40, 60)]) and not cuts_some(maps, [(10, 50), (50, 60)])
+
+
+class Holders:
+    """All ranks of the position, with what they would gather."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def gather(self, fragment, mine):
+        middle = (fragment.start + fragment.stop) // 2
+        return [Part(a, self.row[a:b]) for a, b in ((fragment.start, middle), (middle, fragment.stop))]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_shards_of_matrices_take_the_step_of_the_whole(fragments):
+    one, mu = weights(), 0.5
+    whole = [(matrix.start, matrix.stop) for matrix in one.matrices]
+    settings = OuterSettings(algorithm="muon", fragments=fragments)
+    pieces = fragment_cuts(one.total, fragments, whole)
+    gradient = torch.randn(one.total, generator=torch.Generator().manual_seed(6))
+    edges = [0, 500, 501, 2000, one.total]  # a.weight and b.weight are cut
+    shards = {rank: [span] for rank, span in enumerate(pairwise(edges))}
+    rows = []
+    for holdings in ({0: one.holdings}, shards):
+        maps, row = owners(one.total, pieces, holdings, whole), torch.empty(one.total)
+        assert cuts_some(maps, whole) == (len(holdings) > 1)
+        for rank in holdings:
+            state = OuterState(settings, one, maps, rank)
+            if len(holdings) > 1:
+                holders = Holders(gradient + gradient * mu)
+                gather_cut_matrices(state.fragments, state.matrices, holders, torch.device("cpu"))
+            for fragment in state.fragments:
+                mine = torch.cat([gradient[a:b] for a, b in fragment.ranges] or [torch.empty(0)])
+                fragment.pending.append(Pending(1, mine, mu=mu))
+                assert fragment.given == (len(holdings) == 1)
+                for a, b in fragment.ranges[:1]:
+                    before, version = fragment.anchor[fragment.places(a, b)].clone(), fragment.given
+                    given = state.copy_of(fragment, a, b)
+                    assert given[0] == version and torch.equal(given[1], before) == (version == 0)
+                state.apply(fragment)
+                for a, b in fragment.ranges:
+                    row[a:b] = fragment.anchor[fragment.places(a, b)]
+        rows.append(row)
+    assert torch.equal(*rows)
 
 
 def test_on_a_device_matrices_take_the_same_step():

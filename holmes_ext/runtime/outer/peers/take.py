@@ -89,7 +89,7 @@ class Giver:
             raise HolmesError(f"there is no fragment {index}")
         fragment = state.fragments[index]
         until = Deadline(state.settings.timeout / 2, "a version that is asked for")
-        while fragment.promised < version and not until.passed:
+        while fragment.given < version and not until.passed:
             if not channel.idle():
                 raise ConnectionError("the taker does not wait")
             time.sleep(_LOOK_S)

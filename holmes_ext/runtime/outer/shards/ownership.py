@@ -102,14 +102,10 @@ def _outside(cut: int, whole: Sequence[Range]) -> int:
     return first if cut - first <= last - cut else last
 
 
-def first_cut(owned: Sequence[RankRange], whole: Sequence[Range]) -> tuple[int, int, int] | None:
-    """The first of `whole` (its number) that several ranks exchange, and the first two of these ranks."""
+def cuts(owned: Sequence[RankRange], whole: Sequence[Range]) -> bool:
+    """Whether several ranks exchange parts of one of `whole`."""
     starts = [span.start for span in owned]
-    for number, (start, stop) in enumerate(whole):
-        at = bisect_right(starts, start) - 1
-        if stop > owned[at].stop:
-            return number, owned[at].rank, owned[at + 1].rank
-    return None
+    return any(stop > owned[bisect_right(starts, start) - 1].stop for start, stop in whole)
 
 
 def _merged(owned: list[RankRange]) -> list[RankRange]:

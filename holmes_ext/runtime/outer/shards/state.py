@@ -56,6 +56,11 @@ class Fragment:
     pending: list[Pending] = field(default_factory=list)
 
     @property
+    def given(self) -> int:
+        """The version that another job can be given: what needs other ranks is not applied for it."""
+        return self.version if self.matrices.needs_others else self.promised
+
+    @property
     def promised(self) -> int:
         """The version that it has, or will have when what is pending has been applied."""
         return self.pending[-1].number if self.pending else self.version
@@ -87,8 +92,8 @@ class OuterState:
     def __init__(self, settings: OuterSettings, weights: Weights, owned: Sequence[RankRange], rank: int):
         self.settings, self.weights, self.lock = settings, weights, threading.Lock()
         self.algorithm = settings.outer_algorithm()
-        self._matrices = [matrix for _, matrix in weights.matrices] if self.algorithm.of_matrices else []
-        whole = [(matrix.start, matrix.stop) for matrix in self._matrices]
+        self.matrices = weights.matrices if self.algorithm.of_matrices else []
+        whole = [(matrix.start, matrix.stop) for matrix in self.matrices]
         cuts = fragment_cuts(weights.total, settings.fragments, whole)
         self.fragments = [
             self._fragment(start, stop, owned_ranges(owned, rank, start, stop))
@@ -104,7 +109,7 @@ class OuterState:
         residual = None if residual_kind is None else torch.zeros(count, dtype=residual_kind, device="cpu")
         anchor = self.weights.read(ranges, torch.empty(count, device="cpu"))
         fragment = Fragment(start, stop, ranges, anchor, momentum, residual)
-        mine = [matrix for matrix in self._matrices
+        mine = [matrix for matrix in self.matrices
                 if any(a <= matrix.start and matrix.stop <= b for a, b in ranges)]  # fmt: skip
         places = [replace(matrix, start=fragment.places(matrix.start, matrix.stop).start) for matrix in mine]
         fragment.matrices = Matrices(places, self.weights.device)
@@ -140,20 +145,22 @@ class OuterState:
     def copy_of(
         self, fragment: Fragment, start: int, stop: int
     ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
-        """Version, anchor, momentum of [start, stop), what is pending applied: for another job."""
+        """Version (Fragment.given), anchor, momentum of [start, stop), what is pending applied where it can
+        be: for another job."""
         with self.lock:
             wanted = fragment.places(start, stop)
-            place = slice(None) if fragment.pending and fragment.matrices.places else wanted
+            steps = [] if fragment.matrices.needs_others else fragment.pending
+            place = slice(None) if steps and fragment.matrices.places else wanted
             anchor = fragment.anchor[place].clone()
             momentum = None if fragment.momentum is None else fragment.momentum[place].clone()
-            for pending in fragment.pending:
+            for pending in steps:
                 part = pending
                 if pending.momentum is not None:
                     part = replace(pending, momentum=pending.momentum[place])
                 self._take(part, anchor, momentum, pending.gradient[place].clone(), fragment.matrices)
             if place is not wanted:
                 anchor, momentum = anchor[wanted], None if momentum is None else momentum[wanted]
-            return fragment.promised, anchor, momentum
+            return fragment.given, anchor, momentum
 
     def replace(
         self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None

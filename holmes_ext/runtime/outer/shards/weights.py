@@ -96,10 +96,10 @@ class Weights:
         return self.parts[0].values.device if self.parts else torch.device("cpu")
 
     @property
-    def matrices(self) -> list[tuple[str, Matrix]]:
-        """Name and place in the row of each tensor that Muon's step takes as one."""
+    def matrices(self) -> list[Matrix]:
+        """The tensors that Muon's step takes as one, by their places in the row."""
         starts = row_of(self.tensors)
-        return [(tensor.name, Matrix(starts[tensor.name], *tensor.shape))
+        return [Matrix(starts[tensor.name], *tensor.shape)
                 for tensor in self.tensors if is_matrix(tensor.shape)]  # fmt: skip
 
     def named(self) -> Any:
