@@ -18,6 +18,7 @@ from holmes_ext.runtime.outer import training
 from integration_tests.jobs import full
 
 ROWS, OUTER = 4, "min=2,every=4,fragments=2,delay=1,compress=off,weight=equal"
+MUON = f"{OUTER},algorithm=muon"
 AVERAGE = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
 
 
@@ -111,6 +112,19 @@ def test_every_stage_is_what_plain_torch_is(east, west, expected):
         for one in ranks:
             torch.testing.assert_close(torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-3,
                                        atol=1e-5)
+
+
+@full
+@pytest.mark.parametrize("stages", [(0, 1), (3, 2)])
+def test_matrices_that_ranks_hold_in_parts_take_the_step_of_the_whole(stages):
+    found, expected = (
+        run({"east": (2, stages[0], "fp32"), "west": (1, stages[1], "fp32")}, outer=MUON),
+        run({"east": (1, "plain", "fp32"), "west": (1, "plain", "fp32")}, outer=MUON),
+    )
+    for name, ranks in found.items():
+        for one in ranks:
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-2,
+                                       atol=1e-3)
 
 
 @full

@@ -23,7 +23,7 @@ _PORT = 29600
 #: Of jobs that join with the default: what docs/benchmarks/joined.md measured beside one synchronous job.
 _LOSS_OF_JOINED = {2: "as one job's within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
 #: benchmarks/joined_losses.py.
-_MUON = "with --holmes-outer algorithm=muon small models learned more than in one job (docs/benchmarks/joined.md)"
+_MUON = "--holmes-outer algorithm=muon: small models learned more than in one job (docs/benchmarks/joined.md)"
 CHOICES = (Column("choice"), Column("tokens/s", right=True), Column("loss"))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
 

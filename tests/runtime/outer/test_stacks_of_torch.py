@@ -76,6 +76,17 @@ def test_the_same_weights_whatever_the_jobs_are_made_of(kinds, expected):
             )
 
 
+def test_matrices_that_ranks_hold_in_parts_take_the_step_of_the_whole():
+    outer = "algorithm=muon,every=6,fragments=2,delay=1,compress=off,weight=equal"
+    whole = run({"east": ("plain", 1), "west": ("plain", 1)}, outer)
+    parts = run({"east": ("fsdp2", 3), "west": ("ddp", 2)}, outer)
+    for name, ranks in parts.items():
+        for one in ranks:
+            torch.testing.assert_close(
+                torch.tensor(one), torch.tensor(whole[name][0]), rtol=1e-3, atol=1e-4
+            )
+
+
 def test_averaging_after_each_step_is_one_synchronous_job():
     """Plain SGD: the mean of the jobs' weights is a step of the mean of their gradients."""
     found = run(
