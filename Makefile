@@ -17,6 +17,8 @@
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
 
 PYTHON ?= python3
+# pip leaves compiling to the first import; without its bytecode each of thousands of ranks would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input --no-compile
 STAMP := .venv/installed
