@@ -197,6 +197,8 @@ class Co2(DiLoCo):
 
 
 class Muon(DiLoCo):
+    """DiLoCo whose direction is made orthogonal, matrix by matrix (orthogonal.py)."""
+
     of_matrices = True
 
 
