@@ -29,7 +29,7 @@ from holmes_ext.runtime.outer.rounds.round_runner import RoundRunner
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.job_ranks import JobRanks, Replicas
 from holmes_ext.runtime.outer.shards.matrices import gather_cut_matrices
-from holmes_ext.runtime.outer.shards.ownership import RankRange, cuts, fragment_cuts, owners
+from holmes_ext.runtime.outer.shards.ownership import RankRange, any_cut, fragment_cuts, owners
 from holmes_ext.runtime.outer.shards.state import OuterState
 from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights, row_of
 from holmes_ext.runtime.sockets.handshake import Credentials
@@ -176,7 +176,7 @@ def _gather_what_is_cut(
     """Matrices of which several ranks exchange parts; all ranks make all groups, in one order."""
     for position, owned in maps.items():
         there = [other for other, row in enumerate(everyone) if row["position"] == position]
-        if not cuts(owned, [(start, stop) for start, stop in everyone[there[0]]["whole"]]):
+        if not any_cut(owned, [(start, stop) for start, stop in everyone[there[0]]["whole"]]):
             continue
         group = dist.new_group(there)
         if rank in there:

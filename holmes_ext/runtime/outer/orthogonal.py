@@ -22,8 +22,6 @@ _GRID = 2.0**25
 _LENGTH_GRID = 2.0**16
 #: Coefficients of the odd polynomial that moves singular values to about 1, and how often it is applied.
 _A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
-
-
 #: Tables of a vocabulary, whose rows are steps of their own, are longer than any layer's matrix.
 _LONGEST = 16
 

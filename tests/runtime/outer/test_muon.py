@@ -12,8 +12,7 @@ from holmes_ext.runtime.outer import orthogonal
 from holmes_ext.runtime.outer.orthogonal import Matrices, Matrix, frobenius, is_matrix
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
 from holmes_ext.runtime.outer.shards.matrices import gather_cut_matrices
-from holmes_ext.runtime.outer.shards.ownership import cuts as cuts_some
-from holmes_ext.runtime.outer.shards.ownership import fragment_cuts, owners
+from holmes_ext.runtime.outer.shards.ownership import any_cut, fragment_cuts, owners
 from holmes_ext.runtime.outer.shards.state import OuterState, Pending
 from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights
 
@@ -106,7 +105,7 @@ def test_what_replicas_share_and_what_is_given_away_have_the_bits_of_the_whole(f
     rows = []
     for ranks in (1, 3):
         maps = owners(one.total, cuts, dict.fromkeys(range(ranks), one.holdings), whole)
-        assert not cuts_some(maps, whole)
+        assert not any_cut(maps, whole)
         row, given = torch.empty(one.total), torch.empty(one.total)
         for rank in range(ranks):
             state = OuterState(settings, one, maps, rank)
@@ -133,12 +132,12 @@ def test_cuts_go_around_matrices_for_any_model():
         cuts = fragment_cuts(5000, source.randint(1, 6), whole)
         assert cuts == sorted(cuts) and cuts[0] == 0 and cuts[-1] == 5000
         maps = owners(5000, cuts, {rank: [(0, 5000)] for rank in range(source.randint(1, 5))}, whole)
-        assert not cuts_some(maps, whole)
+        assert not any_cut(maps, whole)
 
 
 def test_a_shard_that_cuts_a_matrix_is_found():
     maps = owners(100, [0, 100], {0: [(0, 50)], 1: [(50, 100)]}, [(10, 20), (40, 60)])
-    assert cuts_some(maps, [(10, 20), (40, 60)]) and not cuts_some(maps, [(10, 50), (50, 60)])
+    assert any_cut(maps, [(10, 20), (40, 60)]) and not any_cut(maps, [(10, 50), (50, 60)])
 
 
 class Holders:
@@ -164,7 +163,7 @@ def test_shards_of_matrices_take_the_step_of_the_whole(fragments):
     rows = []
     for holdings in ({0: one.holdings}, shards):
         maps, row = owners(one.total, pieces, holdings, whole), torch.empty(one.total)
-        assert cuts_some(maps, whole) == (len(holdings) > 1)
+        assert any_cut(maps, whole) == (len(holdings) > 1)
         for rank in holdings:
             state = OuterState(settings, one, maps, rank)
             if len(holdings) > 1:

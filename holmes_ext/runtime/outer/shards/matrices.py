@@ -18,24 +18,21 @@ from holmes_ext.runtime.outer.shards.job_ranks import Replicas
 from holmes_ext.runtime.outer.shards.state import Fragment
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CutMatrices(Matrices):
-    """places: of the row, those of the fragment of which this rank exchanges something. holders: all ranks of
+    """places: in the whole fragment, of those of which this rank exchanges something. holders: all ranks of
     the position."""
 
-    fragment: Fragment | None = None
-    holders: Replicas | None = None
+    fragment: Fragment
+    holders: Replicas
 
     needs_others: ClassVar[bool] = True
 
     def orthogonalize(self, flat: torch.Tensor) -> None:
-        assert self.fragment is not None and self.holders is not None
-        start = self.fragment.start
         row = torch.cat([part.values for part in self.holders.gather(self.fragment, flat)]).cpu()
-        here = [replace(matrix, start=matrix.start - start) for matrix in self.places]
-        Matrices(here, self.device).orthogonalize(row)
+        super().orthogonalize(row)
         for a, b in self.fragment.ranges:
-            flat[self.fragment.places(a, b)] = row[a - start : b - start]
+            flat[self.fragment.places(a, b)] = row[a - self.fragment.start : b - self.fragment.start]
 
 
 def gather_cut_matrices(
@@ -43,6 +40,6 @@ def gather_cut_matrices(
 ) -> None:
     """From now on the outer steps of these fragments are collective over the ranks of the position."""
     for fragment in fragments:
-        mine = [matrix for matrix in matrices
-                if any(matrix.start < b and a < matrix.stop for a, b in fragment.ranges)]  # fmt: skip
-        fragment.matrices = CutMatrices(mine, device, fragment, holders)
+        places = [replace(matrix, start=matrix.start - fragment.start) for matrix in matrices
+                  if any(matrix.start < b and a < matrix.stop for a, b in fragment.ranges)]  # fmt: skip
+        fragment.matrices = CutMatrices(places=places, device=device, fragment=fragment, holders=holders)

@@ -102,7 +102,7 @@ def _outside(cut: int, whole: Sequence[Range]) -> int:
     return first if cut - first <= last - cut else last
 
 
-def cuts(owned: Sequence[RankRange], whole: Sequence[Range]) -> bool:
+def any_cut(owned: Sequence[RankRange], whole: Sequence[Range]) -> bool:
     """Whether several ranks exchange parts of one of `whole`."""
     starts = [span.start for span in owned]
     return any(stop > owned[bisect_right(starts, start) - 1].stop for start, stop in whole)
