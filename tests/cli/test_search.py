@@ -79,7 +79,7 @@ def test_a_cluster_that_is_better_left_out(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "250")
     cluster, output = tmp_path / "far.toml", tmp_path / "plan.json"
     cluster.write_text(FAR)
-    asked = ["plan", "--cluster", str(cluster), "--for", "megatron-lm", "--seconds", "10"]
+    asked = ["plan", "--cluster", str(cluster), "--for", "megatron-lm", "--seconds", "60"]
     free = [*asked, "--model", MODEL, "--global-batch", "16"]
     status, said = holmes(capsys, *free, "--output", str(output))
     assert status == 0 and "leave out b (4 nodes): a job on a[0-3] takes" in said.out

@@ -81,6 +81,7 @@ class _Sets:
         self.best, self.spec, self.end, self.rows = result, spec, end, rows
         self.counts: Counts = tuple(len(cluster.nodes) for cluster in spec.clusters)
         self.kin = alike(spec, result.model)
+        self.kin_alone = alike(spec, result.model, alone=True)
         self.seen = {self._like(self.counts)}
         self.batch_flops, gpu_of = result.batch_flops, result.model.gpu_of
         #: FLOP/s of a node of each cluster.
@@ -88,7 +89,8 @@ class _Sets:
 
     def _like(self, counts: Counts) -> Counts:
         """The same for sets that differ in clusters which are alike."""
-        return tuple(count for _, count in sorted(zip(self.kin, counts)))
+        kin = self.kin_alone if sum(map(bool, counts)) == 1 else self.kin
+        return tuple(count for _, count in sorted(zip(kin, counts)))
 
     def of_clusters(self) -> Iterator[Counts]:
         indices = range(len(self.counts))

@@ -72,6 +72,15 @@ def test_clusters_behind_slow_links_are_left_out(between, kept):
         assert found.on_all.network.world == 12 and found.best.step_s < found.on_all.best.step_s
 
 
+def test_of_clusters_that_look_the_same_alone_one_is_looked_at(monkeypatch):
+    looked = []
+    first_look_at = fewer._Sets._first_look
+    monkeypatch.setattr(fewer._Sets, "_first_look",
+                        lambda sets, counts: looked.append(counts) or first_look_at(sets, counts))
+    found = best_use(spec_of((4, 4), [("ab", "1Mb/s")]), 16)
+    assert "".join(found.network.site.clusters) == "a" and (4, 0) in looked and (0, 4) not in looked
+
+
 def test_a_node_that_divides_nothing_is_left_out():
     """Five ranks for four sequences: a pipeline of five, whose bubble is half of it, or one rank less."""
     found = best_use(spec_of((5,)), 4, replace(MODEL, gpu=Gpu(flops=1e12)))

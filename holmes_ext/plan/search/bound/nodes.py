@@ -27,13 +27,14 @@ def is_flat(spec: SiteSpec) -> bool:
     return not (spec.wan or spec.pairs)
 
 
-def alike(spec: SiteSpec, model: Model) -> list[int]:
-    """For each cluster the first one that can stand for it."""
+def alike(spec: SiteSpec, model: Model, alone: bool = False) -> list[int]:
+    """For each cluster the first one that can stand for it; alone: in a job on one cluster."""
     clusters = spec.clusters
     shared = [cluster.fabric for cluster in clusters]
+    own = [alone or is_flat(spec) and shared.count(fabric) == 1 for fabric in shared]
     looks = [(cluster.kind, cluster.rate_bps, cluster.latency_s, model.gpu_of(cluster.name))
-             if is_flat(spec) and shared.count(cluster.fabric) == 1 and cluster.fabric not in spec.links
-             else cluster.name for cluster in clusters]
+             if own[index] and cluster.fabric not in spec.links else cluster.name
+             for index, cluster in enumerate(clusters)]
     return [looks.index(look) for look in looks]
 
 
