@@ -17,8 +17,9 @@
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
 
 PYTHON ?= python3
-# pip leaves compiling to the first import; without its bytecode each of thousands of ranks would compile torch again.
+# pip leaves compiling to the first import: once here, or each of thousands of ranks would compile torch again.
 unexport PYTHONDONTWRITEBYTECODE
+IMPORT_ONCE := -W ignore -c 'import torch._dynamo, deepspeed, scipy.optimize, megatron_cpu_shim, megatron.core.models.gpt'
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input --no-compile
 STAMP := .venv/installed
@@ -129,6 +130,7 @@ $(STAMP): requirements/torch.txt requirements/dev.txt requirements/constraints.t
 	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt $(TORCH_ARGS)
 	@$(PIP) -c requirements/constraints.txt -r requirements/dev.txt
 	@$(PIP) --no-deps -e .
+	@PYTHONPATH=examples/megatron_core/on_cpu $(BIN)/python $(IMPORT_ONCE) >/dev/null 2>&1 || true
 	@touch $@
 
 .venv-gpu: $(GPU_STAMP)
@@ -142,6 +144,7 @@ $(GPU_STAMP): requirements/torch.txt requirements/gpu.txt requirements/constrain
 	   $$(echo .venv-gpu/lib/python3*/site-packages/torch/version.py)
 	@DS_BUILD_OPS=0 $(GPU_PIP) -r requirements/gpu.txt
 	@$(GPU_PIP) --no-deps -e .
+	@PYTHONPATH=examples/megatron_core/on_cpu $(GPU_BIN)/python $(IMPORT_ONCE) >/dev/null 2>&1 || true
 	@touch $@
 
 # What is needed besides Python packages: iproute2, and the right to make network namespaces.

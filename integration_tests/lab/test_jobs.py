@@ -119,6 +119,13 @@ def test_preloaded_ranks_are_like_fresh_ones(lab, tmp_path):
     assert lab.run([sys.executable, "-m", "script", "x"], cwd=tmp_path, preload=("decimal",)).returncode == 0
 
 
+def test_a_preloaded_rank_without_holmes_has_none_of_it(lab, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(*(name in sys.modules for name in ('holmes_ext.job', 'torch')))")
+    ran = lab.run([sys.executable, str(script)], preload=("torch",), timeout=PATIENCE)
+    assert ran.stdout[0].split() == ["False", "True"]
+
+
 @pytest.mark.parametrize(
     "command, modules, message",
     [(["bash"], ("json",), "python SCRIPT"),

@@ -5,7 +5,7 @@
 
 A rank that it forks looks to the script like a fresh interpreter: sys.argv, sys.path[0], __main__, the
 environment, the random state. `HOLMES` is kept from the zygote (holmes must see each rank, not their
-template) and honoured in the rank.
+template) and honoured in the rank; one that does not ask for holmes has none of its modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,12 @@ if entry is not None:
 _FORGET_S = 0.02
 #: What a module imports at its first use: for seconds in every rank, if not here.
 _FIRST_USE = {"torch": ("torch._dynamo",),
-              "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend")}
+              "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend",
+                            "deepspeed.ops.op_builder.all_ops", "setuptools", "distutils.ccompiler",
+                            "deepspeed.module_inject.auto_ep_layer",
+                            "deepspeed.module_inject.auto_ep_presets.registry")}
+#: Modules of holmes in this process, for the ranks that ask for it.
+_holmes: set[str] = set()
 
 
 def script_of(command: list[str]) -> tuple[str, list[str]] | None:
@@ -85,9 +89,7 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         with namespaces.own_proc():
             for module in modules:
                 importlib.import_module(module)
-            for later in chain.from_iterable(_FIRST_USE.get(module, ()) for module in modules):
-                with contextlib.suppress(ImportError):  # another version, without it
-                    importlib.import_module(later)
+            _import_what_comes_later()
             if uses_emulated_gpu():
                 raise RuntimeError(
                     "it uses a GPU while it is imported, which no fork may share; leave it out")
@@ -109,6 +111,19 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
             control.close()
             return launch.serve_job(socket.socket(fileno=descriptors[0]), run_script)
         os.close(descriptors[0])
+
+
+def _import_what_comes_later() -> None:
+    for framework, modules in _FIRST_USE.items():
+        for module in modules if framework in sys.modules else ():
+            with contextlib.suppress(ImportError):  # another version, without it
+                importlib.import_module(module)
+    if "torch" in sys.modules:
+        before = set(sys.modules)
+        for module in ("holmes_ext.job", "holmes_ext.runtime.reduce.reducer"):
+            importlib.import_module(module)
+        importlib.import_module("holmes_ext.patches").all_patches()
+        _holmes.update(name for name in set(sys.modules) - before if name.startswith("holmes_ext."))
 
 
 def uses_emulated_gpu() -> bool:
@@ -133,9 +148,12 @@ def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
     if trace.VARIABLE in env:
         trace.install(env[trace.VARIABLE])
     if "--holmes" in sys.argv or env.get("HOLMES") == "1":
-        from holmes_ext.job import activate  # here: a rank without --holmes must not have it in its template
+        from holmes_ext.job import activate
 
         activate(sys.argv)
+    else:
+        for name in _holmes:
+            del sys.modules[name]
     if as_module:
         return runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     return runpy.run_path(arguments[0], run_name="__main__")
