@@ -88,7 +88,7 @@ class Scene:
 def launch(scene: str, directory: Path, *flags: str, number: int, gpus: int = 1, **environment: str) -> Scene:
     """Run a scene; kills what runs longer than LIMIT_S seconds. number: of the scene, for its port on two
     nodes; gpus: of each of the hosts that one machine stands for."""
-    command = [sys.executable, str(ROOT / "integration_tests/nccl/scenes.py"), scene, *flags]
+    script = [str(ROOT / "integration_tests/nccl/scenes.py"), scene, *flags]
     store, common = None, {}
     if NODE is None:
         store, common = ranks.hosted_store()
@@ -106,22 +106,45 @@ def launch(scene: str, directory: Path, *flags: str, number: int, gpus: int = 1,
                 place["NCCL_HOSTID"] = f"{platform.node()}-{place['LOCAL_RANK']}"
     every = {"WORLD_SIZE": "4", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", **common,
              **environment}
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **every, **place}, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True, errors="replace", cwd=directory)
-        for place in own]
-    # a full pipe would hold up its rank, and so all others
-    with ThreadPoolExecutor(len(processes)) as readers:
-        outputs = list(readers.map(_output_of, processes))
+    run = _forked if EMULATED else _started
+    done = Scene(*run(script, [{**os.environ, **every, **place} for place in own], directory))
     del store
-    done = Scene(outputs, [process.returncode for process in processes])
     said = [{**asdict(one), "communicators": [{**asdict(made), "devices": sorted(made.devices)} for made in
                                               one.communicators]} for one in done.said]
-    tails = [output[-6000:] for output in outputs] if any(done.statuses) else []
+    tails = [output[-6000:] for output in done.outputs] if any(done.statuses) else []
     _report["scenes"].append({"scene": scene, "flags": flags, "environment": environment,
                               "statuses": done.statuses, "lines": done.lines, "nccl": said, "tails": tails})
     done.check_holmes(flags)
     return done
+
+
+def _started(script: list[str], environments: list[dict[str, str]],
+             directory: Path) -> tuple[list[str], list[int]]:
+    """(outputs, statuses) of a Python for each environment."""
+    processes = [
+        subprocess.Popen([sys.executable, *script], env=environment, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, errors="replace", cwd=directory)
+        for environment in environments]
+    # a full pipe would hold up its rank, and so all others
+    with ThreadPoolExecutor(len(processes)) as readers:
+        outputs = list(readers.map(_output_of, processes))
+    return outputs, [process.returncode for process in processes]
+
+
+def _forked(script: list[str], environments: list[dict[str, str]],
+            directory: Path) -> tuple[list[str], list[int]]:
+    """The same of forks of one Python."""
+    command = [sys.executable, str(ROOT / "integration_tests/nccl/forked.py")]
+    logs = [directory / f"{rank}.log" for rank in range(len(environments))]
+    with subprocess.Popen(command, env=environments[0], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True, cwd=directory) as process:
+        try:
+            said, _ = process.communicate(json.dumps([script, environments]), timeout=LIMIT_S)
+            statuses, late = json.loads(said), ""
+        except subprocess.TimeoutExpired:
+            process.kill()
+            statuses, late = [-9] * len(logs), f"\nkilled after {LIMIT_S} s: it hung\n"
+    return [log.read_text(errors="replace") + late for log in logs], statuses
 
 
 def _output_of(process: subprocess.Popen) -> str:

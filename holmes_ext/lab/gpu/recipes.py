@@ -95,7 +95,7 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
 
 def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
     headers = torch.folder / "include"
-    flags = ("-std=c++20", "-O2", "-g1", "-fPIC", "-w", *_version(torch.cuda), f"-I{CSRC}/include",
+    flags = ("-std=c++20", "-O1", "-g1", "-fPIC", "-w", *_version(torch.cuda), f"-I{CSRC}/include",
              f"-I{CSRC}/runtime", f"-isystem{headers}", f"-isystem{headers}/torch/csrc/api/include")
     sources = sorted((CSRC / "operators").glob("*.cc"))
 

@@ -89,7 +89,7 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         with namespaces.own_proc():
             for module in modules:
                 importlib.import_module(module)
-            _import_what_comes_later()
+            import_for_ranks()
             if uses_emulated_gpu():
                 raise RuntimeError(
                     "it uses a GPU while it is imported, which no fork may share; leave it out")
@@ -113,7 +113,8 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         os.close(descriptors[0])
 
 
-def _import_what_comes_later() -> None:
+def import_for_ranks() -> None:
+    """What ranks import later: at the first use of their frameworks, and holmes."""
     for framework, modules in _FIRST_USE.items():
         for module in modules if framework in sys.modules else ():
             with contextlib.suppress(ImportError):  # another version, without it
