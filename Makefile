@@ -19,7 +19,8 @@
 PYTHON ?= python3
 # pip leaves compiling to the first import: once here, or each of thousands of ranks would compile torch again.
 unexport PYTHONDONTWRITEBYTECODE
-IMPORT_ONCE := -W ignore -c 'import torch._dynamo, deepspeed, scipy.optimize, megatron_cpu_shim, megatron.core.models.gpt'
+IMPORT_ONCE = PYTHONPATH=examples/megatron_core/on_cpu $(1)/python -W ignore -c \
+   'import torch._dynamo, deepspeed, scipy.optimize, megatron_cpu_shim, megatron.core.models.gpt' >/dev/null 2>&1 || true
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-input --no-compile
 STAMP := .venv/installed
@@ -130,7 +131,7 @@ $(STAMP): requirements/torch.txt requirements/dev.txt requirements/constraints.t
 	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt $(TORCH_ARGS)
 	@$(PIP) -c requirements/constraints.txt -r requirements/dev.txt
 	@$(PIP) --no-deps -e .
-	@PYTHONPATH=examples/megatron_core/on_cpu $(BIN)/python $(IMPORT_ONCE) >/dev/null 2>&1 || true
+	@$(call IMPORT_ONCE,$(BIN))
 	@touch $@
 
 .venv-gpu: $(GPU_STAMP)
@@ -144,7 +145,7 @@ $(GPU_STAMP): requirements/torch.txt requirements/gpu.txt requirements/constrain
 	   $$(echo .venv-gpu/lib/python3*/site-packages/torch/version.py)
 	@DS_BUILD_OPS=0 $(GPU_PIP) -r requirements/gpu.txt
 	@$(GPU_PIP) --no-deps -e .
-	@PYTHONPATH=examples/megatron_core/on_cpu $(GPU_BIN)/python $(IMPORT_ONCE) >/dev/null 2>&1 || true
+	@$(call IMPORT_ONCE,$(GPU_BIN))
 	@touch $@
 
 # What is needed besides Python packages: iproute2, and the right to make network namespaces.

@@ -121,9 +121,11 @@ def test_preloaded_ranks_are_like_fresh_ones(lab, tmp_path):
 
 def test_a_preloaded_rank_without_holmes_has_none_of_it(lab, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import sys\nprint(*(name in sys.modules for name in ('holmes_ext.job', 'torch')))")
+    script.write_text("import sys\nprint(*(name in sys.modules for name in ('holmes_ext.job', 'torch')))\n"
+                      "from holmes_ext import job, patches\n"
+                      "print(*(sys.modules[it.__name__] is it for it in (job, patches)))")
     ran = lab.run([sys.executable, str(script)], preload=("torch",), timeout=PATIENCE)
-    assert ran.stdout[0].split() == ["False", "True"]
+    assert ran.returncode == 0 and ran.stdout[0].split() == ["False", "True", "True", "True"], ran.outputs
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ In JSON, since an argument --holmes would be this process's own. A rank's output
 number in this directory; JSON of their exit statuses is printed.
 """
 
-import gc
 import json
 import os
 import sys
@@ -20,7 +19,6 @@ from holmes_ext.lab.process import zygote
 def main():
     script, environments = json.load(sys.stdin)
     zygote.import_for_ranks()
-    gc.freeze()  # else a rank's first full collection copies all that it shares
     children = []
     for rank, environment in enumerate(environments):
         child = os.fork()

@@ -97,9 +97,6 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
         traceback.print_exc()
         wire.send(control, {"failed": f"{module}: {error}"})
         return None
-    gc.collect()
-    # else the first full collection in a rank touches, so copies, every page that it shares: 0.1 s each
-    gc.freeze()
     wire.send(control, {"ready": True})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -114,7 +111,7 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
 
 
 def import_for_ranks() -> None:
-    """What ranks import later: at the first use of their frameworks, and holmes."""
+    """What ranks import later, at the first use of their frameworks, and holmes; before they are forked."""
     for framework, modules in _FIRST_USE.items():
         for module in modules if framework in sys.modules else ():
             with contextlib.suppress(ImportError):  # another version, without it
@@ -125,6 +122,18 @@ def import_for_ranks() -> None:
             importlib.import_module(module)
         importlib.import_module("holmes_ext.patches").all_patches()
         _holmes.update(name for name in set(sys.modules) - before if name.startswith("holmes_ext."))
+    gc.collect()
+    # else the first full collection in a rank touches, so copies, every page that it shares: 0.1 s each
+    gc.freeze()
+
+
+def _forget_holmes() -> None:
+    for name in _holmes:
+        del sys.modules[name]
+    for name in _holmes:  # else `from holmes_ext import job` finds the old module there, beside a new one
+        package, _, module = name.rpartition(".")
+        if package in sys.modules:
+            delattr(sys.modules[package], module)
 
 
 def uses_emulated_gpu() -> bool:
@@ -153,8 +162,7 @@ def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
 
         activate(sys.argv)
     else:
-        for name in _holmes:
-            del sys.modules[name]
+        _forget_holmes()
     if as_module:
         return runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     return runpy.run_path(arguments[0], run_name="__main__")

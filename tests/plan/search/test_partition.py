@@ -1,7 +1,5 @@
-"""stages: balanced against brute force and a MILP; the paper's formula; bad input. HOLMES_TEST_FULL=1: three
-times as many draws."""
+"""stages: balanced against brute force and a MILP; the paper's formula; bad input."""
 
-import os
 import random
 from dataclasses import replace
 from itertools import combinations
@@ -23,8 +21,6 @@ from holmes_ext.plan.search.partition import (
     partition,
     speeds,
 )
-
-TIMES = 3 if os.environ.get("HOLMES_TEST_FULL") == "1" else 1
 
 
 def splits(blocks, stages):
@@ -87,7 +83,7 @@ def two_kinds(factor=1.0, reduction=(0.1, 0.1), blocks=8, micro=8, **more):
 
 def test_balanced_is_the_best_of_all_splits():
     rng, unfit = random.Random(1), 0
-    for case in range(500 * TIMES):
+    for case in range(1500):
         stages = rng.randint(1, 5)
         costs = random_costs(rng, stages, rng.randint(stages, 8), alike=rng.random() < 0.3)
         outcomes = [predict(costs, split) for split in splits(costs.blocks, stages)]
@@ -99,7 +95,7 @@ def test_balanced_is_the_best_of_all_splits():
             continue
         found = predict(costs, balanced(costs))
         assert all(found.fits) and found.step_s == pytest.approx(min(fitting), rel=2e-7), case
-    assert 10 < unfit < 330 * TIMES
+    assert 20 < unfit < 1000
 
 
 def milp_step(costs):
@@ -289,7 +285,7 @@ def test_estimate_against_a_simulation_of_1f1b():
     The formula lets no bubble of a fast stage hide behind a slow one, so it is worst where stages are least
     equal."""
     rng, errors = random.Random(0), []
-    for _ in range(100 * TIMES):
+    for _ in range(300):
         stages, blocks = rng.randint(2, 6), rng.randint(12, 40)
         gpus = [rng.choice((1.0, 1.5)) for _ in range(stages)]
         rows = tuple((0.1, *(gpu,) * blocks, 0.7 * gpu) for gpu in gpus)
