@@ -19,8 +19,7 @@ USAGE = "python -m holmes_ext [--holmes-... VALUE] (SCRIPT | -m MODULE) ARGS"
 
 
 def split(arguments: list[str]) -> tuple[list[str], str, str, list[str]]:
-    """(flags before the program, "file" or "module", program, its arguments); HolmesError without a
-    program."""
+    """(flags before the program, "file" or "module", program, its arguments); HolmesError without one."""
     rest = list(arguments)
     flags: list[str] = []
     while rest and _pth.is_flag(rest[0]):

@@ -35,8 +35,7 @@ import sys
 
 MARKER = "HOLMES_WORKER_PID"
 
-# Modules (run by -m) and installed commands that start other programs, or that can never be a training
-# script.
+# Modules (run by -m) and installed commands that start other programs, or are never a training script.
 _LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspeed", "accelerate",
                      "holmes_ext", "pip", "pytest", "venv", "ensurepip")
 _LAUNCHER_COMMANDS = ("torchrun", "deepspeed", "deepspeed.pt", "ds", "accelerate", "accelerate-launch",
@@ -105,8 +104,7 @@ def is_launcher(kind, program):
 
 
 def is_worker(environ):
-    """Whether a launcher gave this process a rank. (Slurm's batch script has SLURM_PROCID too, but no
-    SLURM_STEP_ID.)"""
+    """Whether a launcher gave this process a rank. (Slurm's batch script has no SLURM_STEP_ID.)"""
     pairs = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_ID"), ("OMPI_COMM_WORLD_RANK",),
              ("PMI_RANK",))
     return any(all(name in environ for name in pair) for pair in pairs)

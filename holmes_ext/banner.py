@@ -1,5 +1,4 @@
-"""What a job says when it starts: clusters, ranks, networks, reductions and patches in one line, and what
-else."""
+"""What a job says when it starts: clusters, ranks, networks, reductions, patches in a line; and more."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from holmes_ext.plan.plan import NOMINAL
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 from holmes_ext.runtime.session import Session
 from holmes_ext.units import format_bytes
+from holmes_ext.words import grouped
 
 
 def show(current: Session, lines: list[str]) -> None:
@@ -105,10 +105,8 @@ def _patches() -> str:
     parts = [f"patched: {', '.join(on) or 'nothing'}", *registry().beyond_tried()]
     for version, names in registry().untried().items():
         parts.append(f"tried with {version} at your own risk: {', '.join(names)}")
-    of_reason: dict[str, list[str]] = {}
-    for name, reason in off.items():
-        of_reason.setdefault(reason, []).append(name)
-    if of_reason:
+    if off:
+        of_reason = grouped((reason, name) for name, reason in off.items())
         told = (f"{', '.join(names)} ({reason})" for reason, names in of_reason.items())
         parts.append(f"not patched: {', '.join(told)}")
     return "; ".join(parts)

@@ -222,6 +222,11 @@ def with_digest(content: dict[str, Any]) -> str:
     return json.dumps({**content, "digest": digest_of(content)}, indent=1) + "\n"
 
 
+def quoted(text: str) -> str:
+    """A text as TOML writes it."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
 def read_text(path: str | Path, advice: str) -> str:
     """The text of a file; HolmesError ends with `advice` where it cannot be read."""
     try:
@@ -231,8 +236,7 @@ def read_text(path: str | Path, advice: str) -> str:
 
 
 def _read(path: str | Path) -> bytes:
-    """All of a file of at most _MOST_BYTES. A pipe is read until its end, or until nothing comes for a while.
-    OSError."""
+    """All of a file of at most _MOST_BYTES; a pipe until its end, or _PIPE_S of silence. OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb", buffering=0) as file:
         if stat.S_ISREG(os.fstat(descriptor).st_mode) or stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -252,8 +256,7 @@ def _read(path: str | Path) -> bytes:
 
 
 def save(path: str | Path, text: str, what: str) -> None:
-    """write_whole() for a file that the user named; HolmesError where `what` ("the plan") cannot be
-    written."""
+    """write_whole() to a place that the user named; HolmesError where `what` ("the plan") cannot go."""
     try:
         write_whole(path, text)
     except (OSError, ValueError) as error:

@@ -75,8 +75,7 @@ def _one_line(show: Callable[..., Any]) -> Callable[..., Any]:
                 sys.stderr.flush()
             return
         if not issubclass(kind, RemoteError):
-            # Not sys.stderr: torch.distributed's own hook puts a buffer there, which SystemExit leaves
-            # unprinted.
+            # Not sys.stderr: torch.distributed's hook puts a buffer there, which SystemExit does not print.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
             failure.note(str(error))
         raise SystemExit(2)
@@ -138,8 +137,7 @@ def initialize_model_parallel() -> Callable[..., Any]:
 
 
 def asked_for(options: Options, argv: list[str]) -> Request:
-    """What the script's arguments and the options ask for; HolmesError where they say too little, and where
-    Python is free-threaded."""
+    """What arguments and options ask for; HolmesError where they say too little, or without the GIL."""
     if lack := without_gil():
         raise HolmesError(f"{lack} (free-threaded), with which nobody tried holmes: {WITH_GIL}")
     engine = engine_of(describe(argv).framework, argv)

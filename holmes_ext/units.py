@@ -1,5 +1,4 @@
-"""Rates, times and sizes as people write them: "200Gb/s",
-"250 Mb/s", "50us" - and back; seconds of intervals."""
+"""Rates, times and sizes as people write them ("200Gb/s", "50us"), and back; seconds of intervals."""
 
 import re
 from collections.abc import Sequence
@@ -7,9 +6,10 @@ from collections.abc import Sequence
 from holmes_ext.errors import HolmesError
 
 _RATE = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:b/s|bps|bit/s|bit)\s*")
-_SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kMGT]?)(i?)B\s*")
+_SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kMGT]?i?)B\s*")
 _TIME = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*")
-_SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
+          "i": 1, "ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> float:
@@ -26,8 +26,7 @@ def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> 
 
 
 def parse_rate(value: object, where: str) -> int:
-    """Bits/s of `value`, such as "25Gb/s" (decimal prefixes, bits). `where` names the file and key in the
-    error."""
+    """Bits/s of `value`, such as "25Gb/s" (decimal prefixes). where: file and key, for the error."""
     rate = round(_parse(value, where, _RATE, 'a rate; write for example "25Gb/s" or "250Mb/s" (bits)'))
     if rate <= 0:
         raise HolmesError(f"{where}: a rate must be above 0, not {value!r}")
@@ -36,12 +35,7 @@ def parse_rate(value: object, where: str) -> int:
 
 def parse_size(value: object, where: str) -> int:
     """Bytes of `value`, such as "16GB" or "16GiB"."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise HolmesError(f"{where}: {value!r:.80} is not a size; write for example \"16GB\"")
-    prefix: int = "_kMGT".index(match[2] or "_")
-    scale: int = (1024 if match[3] else 1000) ** prefix
-    return round(float(match[1]) * scale)
+    return round(_parse(value, where, _SIZE, 'a size; write for example "16GB"'))
 
 
 def parse_seconds(value: object, where: str) -> float:

@@ -1,11 +1,15 @@
-"""Words that many messages share: the known name that was probably meant, and a few of many items."""
+"""Words that many messages share: the name that was probably meant, a few of many items, items by key."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from holmes_ext.errors import HolmesError
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -14,8 +18,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] | None = None) -> str:
-    """ "did you mean 'cluster'?", else "known: a, b, c"; `show` writes a name (default: the near one in
-    quotes)."""
+    """ "did you mean 'cluster'?", else "known: a, b, c"; show: how a name is written (default: quoted)."""
     known = list(known)
     near = nearest(name, known)
     if near:
@@ -39,6 +42,14 @@ def named_values(parts: Iterable[str], known: Iterable[str], where: str) -> dict
             raise HolmesError(f"{where}: {name} is given twice; give it once")
         values[name] = value
     return values
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in their order."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def some_of(items: Iterable[object], most: int = 8, separator: str = ", ") -> str:

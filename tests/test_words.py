@@ -1,4 +1,4 @@
-from holmes_ext.words import did_you_mean, nearest, some_of, why
+from holmes_ext.words import did_you_mean, grouped, nearest, some_of, why
 
 
 def test_nearest():
@@ -24,3 +24,7 @@ def test_some_of():
 def test_why():
     assert why(FileNotFoundError(2, "No such file or directory", "f")) == "No such file or directory"
     assert why(ValueError("embedded null byte")) == "embedded null byte"
+
+
+def test_grouped():
+    assert grouped([("b", 1), ("a", 2), ("b", 3)]) == {"b": [1, 3], "a": [2]}

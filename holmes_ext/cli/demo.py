@@ -58,8 +58,8 @@ def add_parser(subparsers: Any) -> None:
                         help="two jobs train one model over 40 ms and 20 Mb/s, one of them killed and back")
     parser.add_argument("--gpu", action="store_true",
                         help="on emulated GPUs, over NCCL: its networks, each NIC's bytes and the losses, "
-                        "stock and holmes (needs the CUDA build of torch, g++ and NCCL's source: `make "
-                        ".venv-gpu`)")
+                             "stock and holmes (needs the CUDA build of torch, g++ and NCCL's source: `make "
+                             ".venv-gpu`)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -165,11 +165,10 @@ def _report(
     placement = pictures.svg(pictures.placement_figure(panels, Sizes(pipeline=2).complete(4)))
     timeline = pictures.svg(pictures.timeline_figure(traces))
     said = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
-    about = (
-        "4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real text. "
-        "Times are emulated: layers sleep as long as the emulated accelerator would compute; the sockets, "
-        "their limited rates and the losses are real. Largest difference of the loss to stock's at any step:"
-        f" {result['max_loss_difference']:.2g}.")
+    about = ("4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real "
+             "text. Times are emulated: layers sleep as long as the emulated accelerator would compute; the "
+             "sockets, their limited rates and the losses are real. Largest difference of the loss to "
+             f"stock's at any step: {result['max_loss_difference']:.2g}.")
     ratios = f"{result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x the all-RDMA bound"
     return page(
         "holmes demo", heading(f"One GPT on two clusters: {ratios}", 1), paragraphs([about]),

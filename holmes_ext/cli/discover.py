@@ -115,7 +115,6 @@ COLUMNS = (
 
 
 def _cells(nic: Nic, findings: Sequence[Finding]) -> list[str]:
-    """A row of COLUMNS."""
     return [
         nic.name, nic.kind, nic.state, format_rate(nic.rate_bps) if nic.rate_bps else "",
         " ".join(nic.netdevs), " ".join(nic.addresses),

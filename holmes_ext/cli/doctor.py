@@ -22,7 +22,6 @@ from holmes_ext import __version__
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.addresses import captured_addresses, egress_interface, interface_addresses
 from holmes_ext.cluster.nccl import nccl_of_node
-from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.node_report import NodeReport, lab_remark, node_identity, node_name, sysfs_root
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
@@ -58,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor", help="check this machine, its environment and a command, without starting a job",
         description="Checks whether anything on this machine, in its environment or in a command would stop "
-        "a job over several clusters. Nothing is started.",
+                    "a job over several clusters. Nothing is started.",
         epilog=_EPILOG)
     parser.add_argument("--cluster", metavar="FILE", help="cluster.toml: check nodes and command against it")
     parser.add_argument("--nodes", metavar="FILE", nargs="+", default=[],
@@ -131,9 +130,8 @@ def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteS
     try:
         return subprocess.run(command, env=for_srun(os.environ)).returncode
     except FileNotFoundError:
-        raise HolmesError(
-            "--slurm: there is no `srun` on this machine; run it on a login node of the Slurm cluster"
-                          " (module load slurm?)") from None
+        raise HolmesError("--slurm: there is no `srun` on this machine; run it on a login node of the Slurm "
+                          "cluster (module load slurm?)") from None
 
 
 def _preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
@@ -186,9 +184,9 @@ def _gather(process: launcher.Process, check: NodeCheck | None, timeout_s: float
 
         store = open_store(process, timeout_s)
     except ModuleNotFoundError:
-        raise HolmesError(
-            "torch is not installed, so the nodes cannot talk to each other; run `holmes doctor --json`"
-                          " on each without a launcher, and compare the files with --nodes") from None
+        raise HolmesError("torch is not installed, so the nodes cannot talk to each other; run `holmes "
+                          "doctor --json` on each without a launcher, and compare the files with "
+                          "--nodes") from None
     store.set(f"doctor/{process.rank}", json.dumps(check and check.to_dict()))
     documents = []
     # the store lives in rank 0, which ends last
@@ -197,9 +195,8 @@ def _gather(process: launcher.Process, check: NodeCheck | None, timeout_s: float
             documents.append(json.loads(store.get(f"doctor/{rank}")))
         except RuntimeError:  # torch.distributed.DistError is one
             place = f"{process.master_addr}:{process.master_port}"
-            raise HolmesError(
-                f"rank {rank} of {process.world_size} did not report within {timeout_s:g} s; can it reach"
-                              f" {place}?") from None
+            raise HolmesError(f"rank {rank} of {process.world_size} did not report within {timeout_s:g} s; "
+                              f"can it reach {place}?") from None
     return [document for document in documents if document is not None]
 
 
@@ -238,18 +235,14 @@ COLUMNS = (
 
 
 def _row(check: NodeCheck) -> list[str]:
-    """Of COLUMNS."""
     nics = check.node.nics
     ethernet = [n for n in nics if not n.fast and n.usable and n.addresses and not n.rdma]
     levels = [finding.level for finding in check.findings]
     return [
-        check.node.name, "\n".join(_fast_text(nic) for nic in nics if nic.fast and not nic.skipped) or "none",
+        check.node.name,
+        "\n".join(f"{nic.name} {nic.kind} {format_rate(nic.rate_bps) if nic.up else f'({nic.state_text})'}"
+                  for nic in nics if nic.fast and not nic.skipped) or "none",
         "\n".join(f"{nic.name} {nic.addresses[0]}" for nic in ethernet) or "none",
         "\n".join(f"{name}={value}" for name, value in check.settings.items()),
         str(levels.count("problem")), str(levels.count("note")),
     ]
-
-
-def _fast_text(nic: Nic) -> str:
-    """ "mlx5_0:1 ib 200 Gb/s", "mlx5_1:1 ib (DOWN)"."""
-    return f"{nic.name} {nic.kind} {format_rate(nic.rate_bps) if nic.up else f'({nic.state_text})'}"

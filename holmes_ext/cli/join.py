@@ -152,7 +152,6 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _row(job: dict[str, Any]) -> list[str]:
-    """Of COLUMNS."""
     rate, bits, drift, relayed = (job.get(key)
                                   for key in ("steps_per_second", "bits_per_second", "drift", "relayed"))
     return [

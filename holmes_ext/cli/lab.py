@@ -1,5 +1,4 @@
-"""`holmes lab`: run a command on emulated clusters, look into them, measure links, clear what a crash
-left."""
+"""`holmes lab`: run a command on emulated clusters, look into them, measure links, clear leftovers."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any
 
 from holmes_ext.cli import lab_gpu
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import state
@@ -37,14 +36,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "lab", help="emulate the clusters of a cluster.toml on this machine",
         description="Emulates the clusters of a cluster.toml on this machine: each node is a network "
-        "namespace with NICs of the file's rates. Needs root or user namespaces, and iproute2.")
+                    "namespace with NICs of the file's rates. Needs root or user namespaces, and iproute2.")
     actions = parser.add_subparsers(dest="lab_action", required=True, metavar="ACTION")
 
     start = actions.add_parser(
         "run", help="run a command once for each process of each node",
         description="Runs COMMAND once for each process of each node, with torchrun's variables set: it "
-        "takes the place of torchrun. Exit status: that of the first process that failed, 124 after "
-        "--timeout.",
+                    "takes the place of torchrun. Exit status: that of the first process that failed, 124 "
+                    "after --timeout.",
         epilog="Example:\n\n"
         "  holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes")
     _add_site(start)
@@ -65,8 +64,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     start.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds (status 124)")
     start.add_argument("--launcher", choices=tuple(NEEDS),
                        help="start the job by the real launcher, with its daemons in the nodes; COMMAND may "
-                       "begin with its program (srun, sbatch, mpirun, ...): then it is run as it stands on "
-                       "the host \"login\"")
+                            "begin with its program (srun, sbatch, mpirun, ...): then it is run as it stands "
+                            "on the host \"login\"")
     start.add_argument("--quiet", action="store_true", help="show only rank 0's output, and the last lines "
                                                             "of ranks that fail")
     lab_gpu.add_options(start)
@@ -76,7 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     prebuild = actions.add_parser(
         "build", help="build what `holmes lab run --gpu` needs, beforehand",
         description="Builds the libraries of the emulated GPU for the torch of a Python, into the user's "
-        "cache, and checks NCCL's results, as the first `holmes lab run --gpu` would.")
+                    "cache, and checks NCCL's results, as the first `holmes lab run --gpu` would.")
     prebuild.add_argument("--nccl-source", metavar="DIR",
                           help="a checkout of NCCL, or an archive of it (.tar.gz)")
     prebuild.add_argument("--python", default="python", metavar="P",
@@ -85,14 +84,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     links = actions.add_parser(
         "measure", help="achieved against configured bandwidth of every kind of link",
         description="Sends over every kind of link and compares with the file. Exit status 1 when one is off "
-        "by more than 10 %.")
+                    "by more than 10 %.")
     _add_site(links)
     links.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     shell = actions.add_parser(
         "shell", help="a shell on a host of a lab",
         description="Opens a shell on a node of a running lab (`holmes lab run` in another terminal); with "
-        "--cluster, of a new lab that ends with the shell.",
+                    "--cluster, of a new lab that ends with the shell.",
         epilog="Example: a Slurm of four nodes to try things on\n\n"
         "  holmes lab shell --cluster examples/clusters/two_clusters_4.toml --launcher srun login")
     which = shell.add_mutually_exclusive_group()
@@ -142,7 +141,8 @@ def _run(args: argparse.Namespace) -> int:
         how["accelerator"] = _configuration(args.accelerator)
     with Lab(spec, args.scale, realtime=args.realtime, sysctl=sysctl, login=args.launcher is not None) as lab:
         if args.launcher is None:
-            printer.labels = _labels(lab, spec, order, args.processes)
+            printer.labels = [f"{name}:{local}" for name in order or [node.name for node in lab.nodes]
+                              for local in range(args.processes or spec.cluster_of(name).processes)]
         if gpus is not None:
             result = lab_gpu.run(lab, command, args, gpus, printer.labels, preload=preload, **how)
         elif args.launcher is None:
@@ -162,8 +162,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def refuse_launcher(command: Sequence[str]) -> None:
-    """HolmesError for a launcher that would start a job on every node. (torchrun with --nnodes may be
-    meant.)"""
+    """HolmesError for a launcher that would start a job on every node (not torchrun with --nnodes)."""
     words = [Path(word).name for word in command]
     known = next((name for name in LAUNCHERS if name in words[:3]), "")
     if not known or "torch" in known and any(word.startswith(("--nnodes", "--nnode-")) for word in words):
@@ -173,21 +172,13 @@ def refuse_launcher(command: Sequence[str]) -> None:
         script = " ".join(["python", *([said.script] if said.script else ["-m"]), *said.arguments])
     except HolmesError:
         script = "python train.py"
-    raise HolmesError(
-        f"holmes lab run starts every process itself, as a launcher does; {known} in it would make a job"
-        f" of its own on each node. Without it: holmes lab run --cluster FILE [--processes N] "
-        f"-- {script:.200}")
-
-
-def _labels(lab: Lab, spec: SiteSpec, order: Sequence[str] | None, processes: int | None) -> list[str]:
-    """ "node:local_rank" of each rank."""
-    names = order or [node.name for node in lab.nodes]
-    return [f"{name}:{local}" for name in names
-            for local in range(processes or spec.cluster_of(name).processes)]
+    raise HolmesError(f"holmes lab run starts every process itself, as a launcher does; {known} in it would "
+                      "make a job of its own on each node. Without it: holmes lab run --cluster FILE "
+                      f"[--processes N] -- {script:.200}")
 
 
 class _Printer:
-    """Prints ranks' lines, stdout to stdout and stderr to stderr."""
+    """Prints ranks' lines, stdout to stdout and stderr to stderr. labels: "node:local_rank" of each rank."""
 
     def __init__(self, quiet: bool, labels: list[str]):
         self.quiet, self.labels = quiet, labels
@@ -229,9 +220,8 @@ def _shell(args: argparse.Namespace) -> int:
                           f" holmes lab shell [--cluster FILE] {args.host} -- COMMAND")
     if args.cluster is None:
         if args.launcher:
-            raise HolmesError(
-                "--launcher: a running lab keeps the launcher that it was started with; give --cluster"
-                              " FILE for a new lab")
+            raise HolmesError("--launcher: a running lab keeps the launcher that it was started with; give "
+                              "--cluster FILE for a new lab")
         host = running(args.host, args.lab)
         return inside(host.holder, argv, {**os.environ, **host.variables})
     with Lab(load_spec(args.cluster), args.scale, login=args.launcher is not None) as lab:

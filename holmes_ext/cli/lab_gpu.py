@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from holmes_ext._pth import strip_flags
 from holmes_ext.cli.show.gpu_build import BuildProgress
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.document import save
@@ -86,7 +87,6 @@ def gpus_of(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, 
 
 
 def build(args: argparse.Namespace) -> int:
-    """`holmes lab build`."""
     with BuildProgress() as progress:
         libs = libraries([args.python], os.environ, args.nccl_source, progress)
     print(f"emulated GPU for torch {libs.torch.version} with NCCL {libs.source.name}: {libs.nccl.parent}")
@@ -95,8 +95,7 @@ def build(args: argparse.Namespace) -> int:
 
 @dataclass
 class GpuRun:
-    """One run of the command. hang: lines that explain why it was ended, () where it was not; races: that
-    name missing waits."""
+    """One run of the command. hang: lines that explain why it was ended, () else; races: missing waits."""
 
     name: str
     result: RunResult
@@ -110,7 +109,8 @@ def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, 
         **options: Any) -> RunResult:
     """Runs the command (options: Lab.start's), before it without holmes where that is asked for; shows the
     networks and bytes. The result of the command itself: status HUNG where it was ended because it hung."""
-    plain = without_holmes(command)
+    plain = list(command)
+    strip_flags(plain)
     if args.beside_stock and plain == list(command):
         raise HolmesError(
             "--beside-stock: the command has no --holmes flag, so there is nothing to compare with stock")
@@ -153,27 +153,13 @@ def killed_for_memory() -> int:
 
 def what_is_missing(result: RunResult, killed: bool = False) -> str:
     """What the rank that failed first was last refused: an operator, kernel or CUDA call that is not
-    emulated, or memory; "" where it failed for another reason. killed: meanwhile the kernel has ended some
-    process for want of memory."""
+    emulated, or memory; "" for another reason. killed: the kernel has ended some process for memory."""
     if killed and result.returncode == 128 + signal.SIGKILL:
         return ("this machine had no memory left; run fewer ranks, or give NCCL small buffers: "
                 "--env NCCL_BUFFSIZE=262144 --env NCCL_MAX_P2P_NCHANNELS=4")
     output = result.outputs[result.first_failed] if result.first_failed is not None else ""
     return next((match[1].strip() for line in reversed(output.splitlines())
                  if (match := _MISSING.search(line))), "")
-
-
-def without_holmes(command: Sequence[str]) -> list[str]:
-    """A command without --holmes and --holmes-NAME VALUE."""
-    kept, skip = [], False
-    for word in command:
-        if skip and not word.startswith("--"):
-            skip = False
-            continue
-        skip = word.startswith("--holmes-") and "=" not in word
-        if not (word == "--holmes" or word.startswith("--holmes-")):
-            kept.append(word)
-    return kept
 
 
 def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.doctor.frameworks import Fit, fit_of
 from holmes_ext.patches import all_patches
+from holmes_ext.words import grouped
 
 #: One row a feature; readable on 80 columns.
 FEATURES = (
@@ -49,10 +50,9 @@ def run(args: argparse.Namespace) -> int:
              fit.patch.feature.versions, fit.installed or "-", fit.state, fit.reason or fit.patch.reason)
             for fit in fits])
     else:
-        screen, by_feature = Screen(), dict[str, list[Fit]]()
-        for fit in fits:
-            by_feature.setdefault(fit.patch.feature.name, []).append(fit)
-        here = [group for group in by_feature.values() if not all(_absent(fit) for fit in group)]
+        screen, by_feature = Screen(), grouped((fit.patch.feature.name, fit) for fit in fits)
+        here = [group for group in by_feature.values()
+                if any(fit.state != "off" or fit.installed for fit in group)]
         if here:
             screen.table(FEATURES, [_feature(group) for group in here])
         if absent := Counter(group[0].patch.feature.requirement.name
@@ -65,11 +65,6 @@ def run(args: argparse.Namespace) -> int:
             screen.line("unknown: the version shows only when the framework is imported; --check does that",
                         "dim")
     return 1 if any(fit.state == "off" and fit.installed for fit in fits) else 0
-
-
-def _absent(fit: Fit) -> bool:
-    """Whether its framework is not installed, so that nothing is changed."""
-    return fit.state == "off" and not fit.installed
 
 
 def _feature(fits: list[Fit]) -> tuple[str, ...]:

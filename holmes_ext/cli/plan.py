@@ -50,7 +50,6 @@ Exit status: 0 good, 1 a group of the given sizes straddles networks, 2 bad inpu
 
 
 def add_parser(subparsers: Any) -> None:
-    """Teach `holmes` the command `plan`."""
     what = "what a step takes today, with holmes, and with the best sizes; where each stage should run"
     parser = subparsers.add_parser("plan", help=what, description=_ABOUT, epilog=_EPILOG)
     add = parser.add_argument
@@ -227,8 +226,7 @@ def _title(plan: Plan, sizes: Sizes) -> str:
 
 
 def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, str]]:
-    """Of each stage: its nodes, the fabrics of its data-parallel groups, those of its edges to the next
-    stage."""
+    """Of each stage: its nodes, fabrics of its data-parallel groups, those of its edges to the next one."""
     stages: list[list[dict[str, None]]] = [[{} for _ in range(sizes.pipeline)] for _ in range(3)]
     nodes, data, edges = stages
     for rank in range(plan.world_size):

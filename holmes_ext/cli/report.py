@@ -45,8 +45,8 @@ def add_parser(subparsers: Any) -> None:
         help="what a job's steps took: bytes, bandwidth and exposed time of each kind of group, the slowest "
              "rank",
         description="Reads DIR, written by --holmes-telemetry DIR (the files of all nodes together). "
-        "Exposed: seconds in which the program was blocked on communication. Achieved: bytes sent, divided "
-        "by the time in which all of a group's ranks took part.")
+                    "Exposed: seconds in which the program was blocked on communication. Achieved: bytes "
+                    "sent, divided by the time in which all of a group's ranks took part.")
     parser.add_argument("directory", metavar="DIR", help="of --holmes-telemetry, or one run in it")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--trace", metavar="FILE",
@@ -59,7 +59,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables; 0."""
     job = load(args.directory)
     summary = summarize(job)
     if args.step is not None and not (args.trace or args.html):
@@ -100,7 +99,6 @@ def _headline(summary: Summary) -> str:
 
 
 def _joined(row: JoinedRow) -> str:
-    """Of rounds with other jobs."""
     drift = "" if row.drift is None else f"; drift {row.drift:.2f} of the sum"
     return (f"joined: {row.rounds} rounds, {row.counted} of them counted; {row.sent / 1e6:.3f} MB sent in a "
             f"round, {row.seconds:.3f} s under way, {row.exposed_s:.4f} s exposed (medians){drift}")
@@ -154,10 +152,9 @@ def _write_model(job: Run, path: str) -> str:
     """The last model that the job measured, as a profile; what it says."""
     file = next((rank for rank in job.ranks if rank.model is not None), None)
     if file is None:
-        raise HolmesError(
-            f"holmes report --write-model {path}: the job has measured none; it takes some steps of a"
-            " pipeline of DeepSpeed or megatron-core with --holmes-adapt on (the default) or "
-            "tell")
+        raise HolmesError(f"holmes report --write-model {path}: the job has measured none; it takes some "
+                          "steps of a pipeline of DeepSpeed or megatron-core with --holmes-adapt on (the "
+                          "default) or tell")
     save(path, json.dumps(file.model, indent=1) + "\n", "the model")
     profile = load_profile(path)
     count = len(profile.stages) - 1

@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--output", default="plan.json", metavar="FILE", help="the plan (default: plan.json)")
     add("--partition", choices=stages.METHODS, default="balanced",
         help="layers of each stage: as the framework splits them, by the Holmes paper's formula, or for the "
-        "least predicted step (default: balanced)")
+             "least predicted step (default: balanced)")
     add("--alpha", type=float, default=1.0, metavar="X", help="the paper's alpha, for --partition speed "
                                                               "(default: 1)")
     add("--overlap", choices=("on", "off"), default="on",
@@ -61,15 +61,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"holmes tune: {command[0]} ended with status {status}; nothing was planned", file=sys.stderr)
         return 1
     if not profile.exists():
-        raise HolmesError(
-            f"holmes tune: the command ended without writing {profile}: rank 0 ran on another machine (use "
-            f"the plan there), or it trained fewer than {args.steps + 2} steps, or it used neither "
-            f"DeepSpeed's pipeline engine nor megatron-core's schedules")
+        raise HolmesError(f"holmes tune: the command ended without writing {profile}: rank 0 ran on another "
+                          f"machine (use the plan there), or it trained fewer than {args.steps + 2} steps, "
+                          "or it used neither DeepSpeed's pipeline engine nor megatron-core's schedules")
     return make(args, profile)
 
 
 def make(args: argparse.Namespace, path: Path) -> int:
-    """plan.json from the profile."""
     profile = load_profile(path)
     plan = build_plan(Site.from_dict(profile.site), profile.sizes, partition=args.partition, alpha=args.alpha,
                       overlap=args.overlap == "on", profile=profile)

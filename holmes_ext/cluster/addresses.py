@@ -40,8 +40,7 @@ _OFFSET = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
 
 
 def interface_addresses() -> Addresses:
-    """Net device -> its addresses, in this network namespace, loopback included; HolmesError when the kernel
-    does not answer."""
+    """Of this network namespace, loopback included; HolmesError when the kernel does not answer."""
     return {name: _without_link_local(interfaces) for name, interfaces in _all_addresses().items()}
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_ext.cluster.wan import Between, cluster_pair, latency_of
-from holmes_ext.document import Table, parse_toml, read_text, write_whole
+from holmes_ext.document import Table, parse_toml, quoted, read_text, write_whole
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
@@ -91,11 +91,9 @@ def _points(table: Table, key: str) -> Points:
 
 
 def render(links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()) -> str:
-    """As TOML."""
     parts = [NOTE]
     for name, link in links.items():
-        quoted = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
-        parts.append(f"[link.{name if re.fullmatch('[A-Za-z0-9_-]+', name) else quoted}]")
+        parts.append(f"[link.{name if re.fullmatch('[A-Za-z0-9_-]+', name) else quoted(name)}]")
         for key in ("send", "ring"):
             if points := getattr(link, key):
                 listed = ", ".join(f"[{size:.0f}, {seconds:.4g}]" for size, seconds in points)

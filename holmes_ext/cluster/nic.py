@@ -81,8 +81,6 @@ class Gid:
 
 @dataclass(frozen=True)
 class Nic:
-    """One port of a NIC."""
-
     kind: str  # "ib", "roce" or "ethernet" (see the module)
     device: str  # HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
     port: int = 0  # port number of the HCA, from 1; 0 for ethernet

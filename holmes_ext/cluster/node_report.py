@@ -42,11 +42,6 @@ def node_name(environ: Mapping[str, str]) -> str:
     return environ.get("HOLMES_NODE") or socket.gethostname()
 
 
-def short_name(host: str) -> str:
-    """The host name up to its first dot: as one file says "gpu01" and one machine "gpu01.site.org"."""
-    return host.split(".")[0]
-
-
 def sysfs_root(environ: Mapping[str, str]) -> str:
     """HOLMES_SYSFS (the emulated NICs of `holmes lab`, a captured tree), else this machine's."""
     return environ.get("HOLMES_SYSFS") or "/sys"

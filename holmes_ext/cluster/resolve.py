@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
-from holmes_ext.cluster.node_report import NodeReport, short_name
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.site import ETHERNET, REPORTS, Fabric, Node, Port, Site, fabrics_of_spec
 from holmes_ext.cluster.spec import ClusterSpec, NodeOverride, SiteSpec
 from holmes_ext.cluster.sysfs.node import select
@@ -124,12 +124,10 @@ def apart_by_subnet(site: Site) -> list[str]:
 
 def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeReport, ...]:
     """Under the names that cluster.toml uses: host names, or both cut at the first dot."""
-    listed = {name: name for cluster in spec.clusters for name in cluster.nodes}
-    short = {short_name(name): name for name in listed}
     renamed = []
     for report in reports:
-        name = listed.get(report.name) or short.get(short_name(report.name))
-        if name is None:
+        name = spec.known_as(report.name)
+        if not name:
             what = f"node {report.name!r} reported but is in no cluster"
             raise HolmesError(f"{spec.source}: {what}; add it to a cluster's nodes")
         renamed.append(replace(report, name=name))
@@ -139,9 +137,8 @@ def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeR
 def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool, counted: bool) -> Node:
     cluster = spec.cluster_of(report.name)
     if counted and report.processes != cluster.processes:
-        raise HolmesError(
-            f"{spec.source}: key 'cluster.{cluster.name}.processes' is {cluster.processes}, but node"
-                          f" {report.name!r} started {report.processes}")
+        raise HolmesError(f"{spec.source}: key 'cluster.{cluster.name}.processes' is {cluster.processes}, "
+                          f"but node {report.name!r} started {report.processes}")
     override = spec.overrides.get(report.name, NodeOverride())
     named = override.ethernet or spec.ethernet_interface
     ports = [_ethernet_port(report, spec.ethernet_rate_bps, named, spec.source)]
@@ -185,10 +182,9 @@ def _fast_port(
     states = ", ".join(f"{nic.name} is {nic.state_text}" for nic in down)
     if not usable and not (kind and fallback):
         have = ", ".join(f"{nic.name} ({nic.kind}, {nic.state})" for nic in report.nics) or "none"
-        raise HolmesError(
-            f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no {cluster.kind} NIC that "
-            f"is up ({states or f'its NICs: {have}'}); fix it, or set the cluster's kind or include to "
-            f"what it has")
+        raise HolmesError(f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no "
+                          f"{cluster.kind} NIC that is up ({states or f'its NICs: {have}'}); fix it, or set "
+                          "the cluster's kind or include to what it has")
     port = _port(cluster.fabric, usable or kind, cluster.rate_bps)
     port = port if cluster.net else replace(port, no_verbs=report.nccl.no_verbs)
     if not down or usable and not include:
@@ -263,10 +259,9 @@ def _ask_about_default_prefix(members: dict[str, list[Nic]]) -> None:
     for name, lid in [(name, nic.lid) for name, nics in members.items() for nic in nics if nic.lid]:
         if owner.setdefault(lid, name) != name:
             evidence = f"; nodes {owner[lid]!r} and {name!r} both have LID {lid}, so there are at least two"
-    raise HolmesError(
-        f"the InfiniBand ports of {len(members)} nodes ({some_of(members, 4)}) all have the default subnet "
-        f"prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from two{evidence}; say which nodes "
-        f"belong together with --holmes-cluster FILE")
+    raise HolmesError(f"the InfiniBand ports of {len(members)} nodes ({some_of(members, 4)}) all have the "
+                      f"default subnet prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from "
+                      f"two{evidence}; say which nodes belong together with --holmes-cluster FILE")
 
 
 def _ask_about_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
@@ -274,10 +269,9 @@ def _ask_about_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
     shared = {name for names in nodes_in.values() if len(names) > 1 for name in names}
     alone = {name: subnet for subnet, names in nodes_in.items() for name in names - shared}
     if len(alone) > 1:
-        raise HolmesError(
-            f"the RoCE ports of nodes {some_of(alone, 4)} are each in an IP subnet of their own"
-            f" ({some_of(alone.values(), 4)}), which does not tell routed RoCE, one fabric, from several; "
-            f"say which nodes belong together with --holmes-cluster FILE")
+        raise HolmesError(f"the RoCE ports of nodes {some_of(alone, 4)} are each in an IP subnet of their "
+                          f"own ({some_of(alone.values(), 4)}), which does not tell routed RoCE, one fabric, "
+                          "from several; say which nodes belong together with --holmes-cluster FILE")
 
 
 def _merge_rails(by_fabric: _Members) -> tuple[list[Fabric], dict[str, list[Port]]]:

@@ -29,8 +29,7 @@ REPORTS = "the nodes' own reports"
 @dataclass(frozen=True)
 class Fabric:
     """A network over which any two of its nodes can talk. rate_bps: bits/s of a node, each way; latency_s:
-    seconds; net: what NCCL calls it where a plugin carries it, "auto" to let NCCL choose, "" for NCCL's own
-    IB or Socket."""
+    seconds; net: NCCL's name of it where a plugin carries it, "auto": NCCL chooses, "": its IB or Socket."""
 
     name: str
     kind: str
@@ -124,7 +123,6 @@ class Site:
 
     @property
     def processes(self) -> int:
-        """Processes on each node."""
         return self.nodes[0].processes
 
     @property
@@ -151,8 +149,7 @@ class Site:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 (hex) of nodes, clusters and networks; the launcher's order, NICs and faults do not
-        count."""
+        """sha256 (hex) of nodes, clusters, networks; not of the launcher's order, NICs and faults."""
         fabrics = {node.name: tuple(port.fabric for port in node.ports) for node in self.nodes}
         nodes = sorted((node.name, node.cluster, node.processes, fabrics[node.name]) for node in self.nodes)
         content = [nodes, sorted((fabric.name, fabric.kind, fabric.rate_bps) for fabric in self.fabrics)]

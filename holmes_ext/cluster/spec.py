@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from holmes_ext.cluster.gpu import Accelerator
@@ -69,8 +70,6 @@ class NodeOverride:
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """A whole cluster.toml."""
-
     name: str
     ethernet_rate_bps: int
     ethernet_latency_s: float
@@ -109,12 +108,29 @@ class SiteSpec:
         pairs = tuple(pair for pair in self.pairs if names.issuperset(pair.clusters))
         return replace(self, clusters=clusters, overrides=overrides, wan=self.wan.only(names), pairs=pairs)
 
+    @cached_property
+    def owner(self) -> dict[str, ClusterSpec]:
+        """Node -> the cluster that lists it."""
+        return {node: cluster for cluster in self.clusters for node in cluster.nodes}
+
+    @cached_property
+    def _by_short_name(self) -> dict[str, str]:
+        return {short_name(node): node for node in reversed(self.owner)}
+
+    def known_as(self, host: str) -> str:
+        """The node that a host name means: the same, or the first alike up to the first dot; "" for none."""
+        return host if host in self.owner else self._by_short_name.get(short_name(host), "")
+
     def cluster_of(self, node: str) -> ClusterSpec:
         """The cluster that holds `node`; HolmesError when none does."""
-        for cluster in self.clusters:
-            if node in cluster.nodes:
-                return cluster
-        raise HolmesError(f"{self.source}: node {node!r} is in no cluster; add it to a cluster's nodes")
+        if node not in self.owner:
+            raise HolmesError(f"{self.source}: node {node!r} is in no cluster; add it to a cluster's nodes")
+        return self.owner[node]
+
+
+def short_name(host: str) -> str:
+    """The host name up to its first dot: as one file says "gpu01" and one machine "gpu01.site.org"."""
+    return host.split(".")[0]
 
 
 def load_spec(path: str | Path) -> SiteSpec:
@@ -191,9 +207,8 @@ def _cluster(table: Table) -> ClusterSpec:
         raise HolmesError(
             f"{table.at('processes')}: {cluster.processes} processes for each node; it must be 1 to 1024")
     if not 1 <= cluster.rails <= MAX_RAILS or kind == "ethernet" and "rails" in table.values:
-        raise HolmesError(
-            f"{table.at('rails')}: {cluster.rails} fast NICs of each node; 1 to {MAX_RAILS}, and with"
-                          " kind 'ethernet' none")
+        raise HolmesError(f"{table.at('rails')}: {cluster.rails} fast NICs of each node; 1 to {MAX_RAILS}, "
+                          "and with kind 'ethernet' none")
     if cluster.net and fabric == "ethernet":
         raise HolmesError(
             f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it")
@@ -242,11 +257,10 @@ def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
             owner[node] = cluster.name
         first = kinds.setdefault(cluster.fabric, cluster)
         if first.kind != cluster.kind:
-            raise HolmesError(
-                f"{here}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster {first.name!r} and"
-                              f" {cluster.kind} here; the two kinds cannot talk to each other")
+            raise HolmesError(f"{here}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster "
+                              f"{first.name!r} and {cluster.kind} here; the two kinds cannot talk to each "
+                              "other")
         if first.net != cluster.net:
-            raise HolmesError(
-                f"{here}.net': fabric {cluster.fabric!r} has {first.net!r} in cluster {first.name!r} and"
-                              f" {cluster.net!r} here; one network carries it")
+            raise HolmesError(f"{here}.net': fabric {cluster.fabric!r} has {first.net!r} in cluster "
+                              f"{first.name!r} and {cluster.net!r} here; one network carries it")
     return owner

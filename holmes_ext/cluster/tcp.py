@@ -19,8 +19,7 @@ from holmes_ext.units import format_bytes, format_rate, format_seconds
 WMEM_SHARE, RMEM_SHARE = 0.64, 0.78
 #: Most sockets that NCCL opens for a connection (its documentation: the product of the two variables).
 MOST_SOCKETS = 64
-#: Part of a link's rate that counts as all of it, and the round trip in seconds from which an idle window
-#: matters.
+#: Part of a link's rate that counts as all of it; the round trip (s) from which an idle window matters.
 ENOUGH, LONG_S = 0.9, 5e-3
 
 
@@ -43,8 +42,7 @@ class TcpLimits:
 @dataclass(frozen=True)
 class Shortfall:
     """A link of which TCP, as it is set, carries less than its rate. rate_bps: of one node, to cluster
-    `other`; streams: sockets of a connection; carries_bps: all of them; buffer: bytes that tcp_wmem and
-    tcp_rmem would need."""
+    `other`; streams: sockets of a connection; carries_bps: all of them; buffer: bytes that TCP would need."""
 
     cluster: str
     other: str
@@ -69,9 +67,8 @@ class Shortfall:
                else "one stream carries")
         link = f"{format_rate(self.rate_bps)} from {self.cluster} to {self.other}"
         wmem, rmem = format_bytes(self.limits.wmem), format_bytes(self.limits.rmem)
-        return (
-            f"{who} {format_rate(self.carries_bps)} of the {link}: round trip {format_seconds(self.trip_s)},"
-                f" tcp_wmem {wmem}, tcp_rmem {rmem}")
+        return (f"{who} {format_rate(self.carries_bps)} of the {link}: round trip "
+                f"{format_seconds(self.trip_s)}, tcp_wmem {wmem}, tcp_rmem {rmem}")
 
     @property
     def mend(self) -> str:
@@ -95,8 +92,7 @@ def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:
 
 
 def sockets(environ: Mapping[str, str]) -> int:
-    """How many NCCL opens for a connection: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD, 1 where unset. gloo
-    has one."""
+    """NCCL's for a connection: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD, 1 where unset; gloo has one."""
     values = [environ.get(name, "") for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")]
     threads, per_thread = (int(text) if text.isdecimal() and int(text) else 1 for text in values)
     return min(MOST_SOCKETS, threads * per_thread)

@@ -78,8 +78,7 @@ class Wan:
         return {pair: link for (a, b), link in links for pair in ((a, b), (b, a))}
 
     def hops(self, source: str, target: str) -> tuple[Hop, ...]:
-        """What traffic from cluster `source` to `target` passes between their NICs; () in one cluster and on
-        a flat network."""
+        """What traffic from one cluster to another passes between NICs; () in one, on a flat network."""
         hops: list[Hop] = []
         if source == target:
             return ()
@@ -97,7 +96,6 @@ class Wan:
         return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
 
     def only(self, clusters: Collection[str]) -> Wan:
-        """What lies between these clusters."""
         return Wan(tuple(uplink for uplink in self.uplinks if uplink.cluster in clusters),
                    tuple(link for link in self.between if set(link.clusters).issubset(clusters)))
 
@@ -122,7 +120,9 @@ def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float)
     """The `[[between]]` tables of a cluster.toml; uplinks: cluster -> bits/s (0: none), of every cluster."""
     links: dict[frozenset[str], Between] = {}
     for table in top.tables("between"):
-        link = _between(table, list(uplinks), ethernet_latency_s)
+        link = Between(cluster_pair(table, list(uplinks)), table.rate("rate", required=False),
+                       latency_of(table, ethernet_latency_s))
+        table.done()
         if links.setdefault(frozenset(link.clusters), link) is not link:
             raise HolmesError(
                 f"{table.at('clusters')}: the pair {_names(link.clusters)} is given twice; keep one")
@@ -132,13 +132,6 @@ def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float)
         advice = "give every pair of clusters, or no [[between]] at all (a flat network)"
         raise HolmesError(f"{top.at('between')}: {some_of(missing, 3)} missing; {advice}")
     return Wan(tuple(Uplink(name, rate) for name, rate in uplinks.items() if rate), tuple(links.values()))
-
-
-def _between(table: Table, known: Sequence[str], ethernet_latency_s: float) -> Between:
-    clusters = cluster_pair(table, known)
-    rate, latency = table.rate("rate", required=False), latency_of(table, ethernet_latency_s)
-    table.done()
-    return Between(clusters, rate, latency)
 
 
 def cluster_pair(table: Table, known: Sequence[str]) -> tuple[str, ...]:

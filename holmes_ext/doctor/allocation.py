@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from holmes_ext.cluster.node_report import short_name
 from holmes_ext.cluster.sources.hostlist import expand
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
@@ -21,9 +20,8 @@ def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> li
         raise HolmesError(f"--slurm {options!r:.80}: {error}") from None
     inside = "SLURM_JOB_ID" in environ
     if not inside and not words:
-        raise HolmesError(
-            "--slurm: this is no allocation; run it inside one (salloc, a batch script), or say what to"
-                          " ask for: --slurm='--nodes 4 --partition gpu'")
+        raise HolmesError("--slurm: this is no allocation; run it inside one (salloc, a batch script), or "
+                          "say what to ask for: --slurm='--nodes 4 --partition gpu'")
     components = int(environ.get("SLURM_HET_SIZE", "1")) if inside else 1
     het_groups = [f"--het-group=0-{components - 1}"] if components > 1 else []
     return ["srun", *het_groups, *words, "--ntasks-per-node=1", "--kill-on-bad-exit=0", *program]
@@ -45,8 +43,7 @@ def allocated(environ: Mapping[str, str]) -> list[str]:
 
 def check_nodes(nodes: Sequence[str], spec: SiteSpec) -> None:
     """HolmesError where the allocation has nodes that the file does not know."""
-    known = {short_name(node) for cluster in spec.clusters for node in cluster.nodes}
-    if strangers := [node for node in nodes if short_name(node) not in known]:
+    if strangers := [node for node in nodes if not spec.known_as(node)]:
         way_out = f"add it to one, or: holmes discover --from slurm --output {spec.source}"
         raise HolmesError(
             f"{spec.source}: no cluster has node {some_of(strangers, 4)} of the allocation; {way_out}")

@@ -40,9 +40,8 @@ def split_command(words: Sequence[str]) -> Command:
     if "-m" in words:
         number = len(words) - list(words)[::-1].index("-m") + 1
         return Command(tuple(words[:number]), "", tuple(words[number:]))
-    raise HolmesError(
-        f"holmes doctor -- {' '.join(words)[:80]}: no training script (FILE.py, or -m MODULE) in the"
-                      " command; give the whole command")
+    raise HolmesError(f"holmes doctor -- {' '.join(words)[:80]}: no training script (FILE.py, or -m MODULE) "
+                      "in the command; give the whole command")
 
 
 def check_command(words: Sequence[str], spec: SiteSpec | None,
@@ -61,7 +60,9 @@ def check_command(words: Sequence[str], spec: SiteSpec | None,
     about = "the command's flags"
     try:
         options, rest = parse_flags(list(command.arguments), environ)
-        if not _switched_on(command, environ):
+        flagged = any(word == PREFIX or word.startswith(f"{PREFIX}-") for word in command.arguments)
+        wrapped = "holmes_ext" in command.launcher
+        if not (flagged or wrapped or environ.get("HOLMES", "") not in ("", "0")):
             yield problem("the command",
                           f"{PREFIX} is not among the script's arguments and HOLMES is not set",
                           "holmes does nothing in this job", f"add {PREFIX} after the script's name")
@@ -72,11 +73,6 @@ def check_command(words: Sequence[str], spec: SiteSpec | None,
     except HolmesError as error:
         yield problem(about, str(error), "the job ends at start-up with this line",
                       "fix it as the line says")
-
-
-def _switched_on(command: Command, environ: Mapping[str, str]) -> bool:
-    flagged = any(word == PREFIX or word.startswith(f"{PREFIX}-") for word in command.arguments)
-    return "holmes_ext" in command.launcher or environ.get("HOLMES", "") not in ("", "0") or flagged
 
 
 def _check_plan(command: Command, options: Options, rest: list[str],

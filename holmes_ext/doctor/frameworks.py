@@ -106,8 +106,7 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
 
 
 def _is_vendored(patch: Patch) -> bool:
-    """Whether the module would come from a checkout, not an installed distribution: the patches of another
-    copy stay off, quietly."""
+    """Whether the module would come from a checkout: the patches of another copy stay off, quietly."""
     if not patch.feature.version_of:
         return False
     # megatron.core, whether or not it has the module
@@ -140,8 +139,7 @@ def check_compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
     locks = Path(folder).glob("*/lock") if folder else Path(cache).glob("torch_extensions/*/*/lock")
     for lock in sorted(locks):
         yield problem(str(lock), "torch is compiling an extension there, or was killed while doing so",
-                      f"every job that needs {lock.parent.name} waits silently until the file is "
-                      f"gone",
+                      f"every job that needs {lock.parent.name} waits silently until the file is gone",
                       "remove it unless a job is compiling now")
 
 
@@ -204,8 +202,7 @@ def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
 
 
 def check_stock_versions() -> Iterator[Finding]:
-    """Findings on versions of two packages that do not work together, whether or not holmes is there, and on
-    a Python without the lock."""
+    """Findings on versions of two packages that do not work together, and on a Python without the lock."""
     if lack := without_gil():
         yield problem(f"Python {platform.python_version()}", lack, "holmes refuses to run a job on it",
                       WITH_GIL)

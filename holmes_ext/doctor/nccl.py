@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from holmes_ext.cluster.nccl import SHARED, NcclOfNode, file_settings, network_name, variables_of
-from holmes_ext.cluster.node_report import NodeReport, short_name
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.resolve import nccl_remarks, resolve_site
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.cluster.spec import SiteSpec
@@ -118,7 +118,7 @@ def _by_version(unset_index: bool) -> Iterator[str]:
 def _site(node: NodeReport, spec: SiteSpec | None) -> Site:
     if spec is None:
         return resolve_site([replace(node, processes=1)], None)
-    listed = [cluster for cluster in spec.clusters if short_name(node.name) in map(short_name, cluster.nodes)]
-    if not listed:
+    cluster = spec.owner.get(spec.known_as(node.name))
+    if cluster is None:
         raise HolmesError(f"{node.name} is in no cluster of {spec.source}")
-    return resolve_site([replace(node, processes=listed[0].processes)], spec)
+    return resolve_site([replace(node, processes=cluster.processes)], spec)

@@ -16,9 +16,9 @@ from holmes_ext.cluster.nccl import no_verbs
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.units import format_rate
+from holmes_ext.words import grouped
 
-#: Gb/s of a port of each adapter by its hca_type (NVIDIA's adapter user manuals): what the link may come up
-#: with.
+#: Gb/s that a port of each adapter can do, by its hca_type (NVIDIA's adapter user manuals).
 PORT_GBPS = {
     "MT4113": 56, "MT4115": 100, "MT4117": 25, "MT4119": 100, "MT4123": 200, "MT4125": 100, "MT4127": 25,
     "MT4129": 400, "MT4131": 800,
@@ -129,10 +129,8 @@ def _check_gid_indices(nics: Sequence[Nic]) -> Iterator[Finding]:
 
 def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Net devices of RDMA-capable drivers of which none shows an RDMA port."""
-    silent: dict[str, list[str]] = {}
-    for nic in nics:
-        if nic.driver in RDMA_MODULES and not nic.fast and not nic.rdma:
-            silent.setdefault(RDMA_MODULES[nic.driver], []).append(nic.name)
+    silent = grouped((RDMA_MODULES[nic.driver], nic.name) for nic in nics
+                     if nic.driver in RDMA_MODULES and not nic.fast and not nic.rdma)
     if not any(nic.fast for nic in nics):
         for module, names in silent.items():
             yield note(", ".join(names), "the NIC can do RDMA, but /sys/class/infiniband shows no port of it",

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.nic import KINDS, Nic
-from holmes_ext.cluster.node_report import NodeReport, short_name
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.resolve import rate_of_one_nic, resolve_site, slower_than_declared
-from holmes_ext.cluster.spec import ClusterSpec, SiteSpec
+from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.document import Table, load_json
 from holmes_ext.errors import HolmesError
@@ -80,26 +80,19 @@ def _clusters(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[tuple[
         return [(f"nodes with {kind}",
                  [check for check in checks if any(nic.kind == kind for nic in _fast(check))])
                 for kind, about in KINDS.items() if about.layer]
-    owner = _owners(spec)
-    return [(f"cluster {cluster.name}", [c for c in checks if owner.get(short_name(c.node.name)) is cluster])
+    return [(f"cluster {cluster.name}", [c for c in checks if spec.known_as(c.node.name) in cluster.nodes])
             for cluster in spec.clusters]
-
-
-def _owners(spec: SiteSpec) -> dict[str, ClusterSpec]:
-    """Host name without its domain -> the cluster that lists it."""
-    return {short_name(host): cluster for cluster in reversed(spec.clusters) for host in cluster.nodes}
 
 
 def part_for(spec: SiteSpec, checks: Sequence[NodeCheck]) -> SiteSpec:
     """`spec` as far as the nodes go that were looked at; all of it where it knows none of them."""
-    here = {short_name(check.node.name) for check in checks}
-    known = [node for cluster in spec.clusters for node in cluster.nodes if short_name(node) in here]
+    known = set(filter(None, (spec.known_as(check.node.name) for check in checks)))
     return spec.only(known) if known else spec
 
 
 def kind_of(node: str, spec: SiteSpec | None) -> str:
     """Of the fast NICs that cluster.toml gives the node; "" where it says nothing of it."""
-    cluster = _owners(spec).get(short_name(node)) if spec else None
+    cluster = spec.owner.get(spec.known_as(node)) if spec else None
     return cluster.kind if cluster else ""
 
 
@@ -140,14 +133,13 @@ def _differing(
 
 
 def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding]:
-    here, owner = {short_name(check.node.name) for check in checks}, _owners(spec)
-    absent = [node for cluster in spec.clusters for node in cluster.nodes if short_name(node) not in here]
-    if absent:
+    here = {spec.known_as(check.node.name) for check in checks}
+    if absent := [node for node in spec.owner if node not in here]:
         yield note(spec.source, f"{len(absent)} of its nodes were not looked at: {some_of(absent, 4)}",
                    "differences on those nodes are not detected",
                    "run `holmes doctor` there too, and give this one all their --json files")
     for check in checks:
-        cluster = owner.get(short_name(check.node.name))
+        cluster = spec.owner.get(spec.known_as(check.node.name))
         if cluster is None and len(checks) == 1:  # a laptop, say
             yield note(check.node.name, f"this machine is in no cluster of {spec.source}",
                        "its NICs say nothing about the job", "run `holmes doctor` on the nodes too")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.cluster.tcp import LONG_S, TcpLimits, shortfalls, sockets
 from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_seconds
 
 
@@ -15,10 +14,8 @@ def check_tcp(spec: SiteSpec, node: str, limits: TcpLimits, environ: Mapping[str
     """On `node`, or on a node of each cluster where it is none of the file's (a login node)."""
     wan = spec.wan.measured(spec.pairs)
     count = {cluster.name: len(cluster.nodes) for cluster in spec.clusters}
-    try:
-        here = [spec.cluster_of(node).name]
-    except HolmesError:
-        here = list(count)
+    home = spec.owner.get(spec.known_as(node))
+    here = [home.name] if home else list(count)
     for cluster in here:
         for short in shortfalls(wan, spec.ethernet_rate_bps, count, cluster, limits, sockets(environ)):
             yield problem("TCP", short.what,
@@ -38,5 +35,4 @@ def check_tcp(spec: SiteSpec, node: str, limits: TcpLimits, environ: Mapping[str
         yield note("TCP",
                    f"tcp_slow_start_after_idle is 1, with round trips of up to {format_seconds(max(trips))}",
                    "after a pause (a step's computing) every stream starts with a small window and needs "
-                   "round trips to"
-                   " open it", "on all nodes: sysctl -w net.ipv4.tcp_slow_start_after_idle=0")
+                   "round trips to open it", "on all nodes: sysctl -w net.ipv4.tcp_slow_start_after_idle=0")

@@ -116,9 +116,8 @@ def _switches(environ: Mapping[str, str], rdma: Sequence[str]) -> Iterator[Findi
                    "unset NCCL_NET")
     if environ.get(SHARED, "0") != "0":
         yield note(SHARED, "is set",
-                   "a communicator that shares its parent's resources has its network too: NCCL"
-                   " refuses another (ncclInvalidUsage); holmes unsets it where groups have networks of "
-                   "their own",
+                   "a communicator that shares its parent's resources has its network too: NCCL refuses "
+                   "another (ncclInvalidUsage); holmes unsets it where groups have networks of their own",
                    f"unset {SHARED}")
     for name in sorted(set(CROSS_DC) & set(environ)):
         yield note(name, "is set",

@@ -60,8 +60,7 @@ class Series:
 
     def add(self, seconds: Sequence[float], losses: list[float], skip: int, result: RunResult,
             before: Counters, after: Counters) -> None:
-        """A run by the seconds and losses of its steps, of which the first `skip` warm up; before, after it:
-        Lab.counters()."""
+        """A run's steps, of which the first `skip` warm up; before, after: Lab.counters() around it."""
         self.steps.append(list(seconds[skip:]))
         self.losses = losses
         self.emulated, self.realtime = result.emulated, self.realtime and result.realtime
@@ -95,7 +94,7 @@ def all_rdma(spec: SiteSpec) -> Variant:
     """The bound: stock on one cluster with the nodes of `spec` and its fastest fabric. GLOO_SOCKET_IFNAME
     names its NIC (NCCL would find it)."""
     best = max(spec.clusters, key=lambda cluster: cluster.rate_bps)
-    nodes = tuple(node for cluster in spec.clusters for node in cluster.nodes)
+    nodes = tuple(spec.owner)
     cluster: ClusterSpec = replace(best, nodes=nodes, name="all", fabric="all")
     single = replace(spec, name=f"{spec.name}, all {best.kind}", clusters=(cluster,), overrides={})
     return Variant("all-RDMA", single, nodes, env={"GLOO_SOCKET_IFNAME": f"{best.kind}0"})

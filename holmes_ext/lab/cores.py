@@ -57,7 +57,6 @@ class CoreMeter:
 
 
 def median_share(shares: Sequence[float], last_s: float = inf) -> float:
-    """The median of a CoreMeter's shares, of its last `last_s` seconds: imports and the end do not count. 0
-    where there are none."""
+    """The median of a CoreMeter's shares in its last `last_s` seconds; 0 where there are none."""
     pieces = max(1, round(min(last_s / CoreMeter.SAMPLE_S, len(shares))))
     return statistics.median(shares[-pieces:] or [0.0])

@@ -24,7 +24,7 @@ from holmes_ext.lab.network import crossing, sysfs_tree
 from holmes_ext.lab.network import shaping as network
 from holmes_ext.lab.process import ranks, wire, zygote
 from holmes_ext.lab.process.job import Job, OnLine, RunResult
-from holmes_ext.lab.rights import denied, tool_path
+from holmes_ext.lab.rights import denied, program
 
 _KEEPER_BOOT = """
 import sys
@@ -52,7 +52,7 @@ class Lab:
         self.nodes = network.lay_out(spec, scale)
         self.hosts = (*self.nodes, network.login_node(spec, self.nodes, scale)) if login else self.nodes
         self._by_name = {node.name: node for node in self.hosts}
-        self._tools = {name: tool_path(name) for name in ("ip", "tc")}
+        self._tools = {name: program(name) for name in ("ip", "tc")}
         self._ports = itertools.count(_FIRST_PORT)
         self._zygotes: dict[Any, socket.socket] = {}
         self._pids: dict[str, tuple[int, int]] = {}
@@ -182,8 +182,7 @@ class Lab:
         sysfs_tree.set_link(self.sysfs(node), link, up)
 
     def set_silent(self, node: str, nic: str, silent: bool) -> None:
-        """Take the NIC's switch port out of its bridge (or put it back): frames are lost, neither end sees
-        it."""
+        """Take the NIC's switch port out of its bridge (or put it back): frames are lost unseen."""
         link = self._node(node).nic(nic)
         self._tool(_SWITCH, "ip",
                    f"link set dev {link.port} {'nomaster' if silent else f'master {link.bridge}'}\n")
@@ -219,7 +218,6 @@ class Lab:
                 "HOLMES_LAB_SCALE": f"{self.scale:g}"}
 
     def sysfs(self, node: str) -> Path:
-        """The node's captured-style sysfs tree."""
         return self.directory / "sysfs" / node
 
     def holder(self, node: str, inside: bool = False) -> int:
@@ -300,7 +298,6 @@ class Lab:
         return self._zygotes[key]
 
     def _ask(self, do: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
-        """One request to the keeper."""
         try:
             wire.send(self._control, {"do": do, **arguments}, descriptors)
         except (BrokenPipeError, ConnectionResetError):

@@ -18,9 +18,9 @@ from typing import Any
 
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
+from holmes_ext.lab.compare import tuned
 from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.network import crossing
-from holmes_ext.lab.network.crossing import TUNED
 from holmes_ext.lab.network.shaping import LabNode
 
 SIZES = (64 << 10, 128 << 10, 512 << 10, 4 << 20)
@@ -61,7 +61,7 @@ class CrossingRow:
 def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[CrossingRow]]:
     """Bring a lab up and measure one pair of nodes of each fabric and one on Ethernet, across clusters on a
     flat network; and, where the file says what lies between the clusters, every pair of them."""
-    with Lab(spec, scale, realtime=True, sysctl=TUNED if spec.wan else {}) as lab:
+    with tuned(spec, scale) as lab:
         pairs = _pairs(lab.nodes)
         if len(lab.nodes) < 2:
             raise HolmesError(f"{spec.source}: one node has no link to measure; name at least two")

@@ -1,4 +1,4 @@
-"""What the lab needs of this machine: iproute2, and the right to make namespaces."""
+"""What the lab needs of this machine: programs, and the right to make namespaces."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from pathlib import Path
 
 from holmes_ext.errors import HolmesError
 
+#: Program of lab/launchers/ -> Debian's package of it.
+PACKAGES = {
+    "munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm",
+    "sinfo": "slurm-wlm", "sshd": "openssh-server", "ssh-keygen": "openssh-client", "ssh": "openssh-client",
+    "mpirun": "openmpi-bin", "pdsh": "pdsh", "mount": "util-linux",
+}  # fmt: skip
 
-def tool_path(name: str) -> str:
-    """Path of ip or tc, which ordinary users may not have in PATH."""
+
+def program(name: str) -> str:
+    """Its path; ip, tc and daemons lie where a user's PATH may not look. HolmesError names the package."""
     path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
+    if path is None and name in PACKAGES:
+        raise HolmesError(f"the lab's launchers need `{name}`, which is missing; apt-get install "
+                          f"{PACKAGES[name]} (its service need not be started)")
     if path is None:
         raise HolmesError(f"the lab needs `{name}`, which is missing; install iproute2 (iproute on Red Hat)")
     return path
@@ -29,6 +39,5 @@ def denied(reason: str) -> str:
             way_out = "run it as root or set that"
             return (f"the lab needs root, or user namespaces, which {sysctl}={bad} forbids ({reason}); "
                     f"{way_out}")
-    return (
-        f"the lab needs root, or unprivileged user namespaces, which this machine refuses ({reason}); run "
-        f"it as root")
+    return (f"the lab needs root, or unprivileged user namespaces, which this machine refuses ({reason}); "
+            "run it as root")

@@ -30,7 +30,6 @@ def new_directory() -> Path:
 
 
 def directories() -> list[Path]:
-    """Those of this user's labs."""
     labs = Path(tempfile.gettempdir()).glob(f"holmes-lab-{os.getuid()}-*-*")
     return sorted(path for path in labs if _mine(path))
 
@@ -71,8 +70,7 @@ class Found:
 
 
 def clear(running_too: bool = False) -> list[Found]:
-    """End labs whose owner is gone (`running_too`: all) with every process, and remove their files; returns
-    every lab that was found."""
+    """End labs whose owner is gone (`running_too`: all) and remove their files; every lab that was found."""
     return [_clear_one(directory, running_too) for directory in directories()]
 
 

@@ -6,9 +6,10 @@ from itertools import combinations
 from math import cos, inf, pi, sin
 from typing import Any
 
-from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.plan.search.changed import with_ethernet, with_latency, with_site
 from holmes_ext.plan.search.result import SearchResult
+from holmes_ext.report.pictures import CLUSTERS, PAPER, pyplot
 from holmes_ext.units import format_rate, format_seconds
 
 #: The rates of the what-if picture: these times those of cluster.toml.
@@ -18,8 +19,9 @@ LATENCIES = (30e-6, 1e-3, 5e-3, 20e-3, 80e-3, 200e-3)
 _PLANNED, _STOCK = "#4c78a8", "#d62728"
 
 
-def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> Any:
+def draw_clusters(result: SearchResult) -> Any:
     """The clusters on a circle; a line for each pair, the wider the faster, with its rate and latency."""
+    plt, site = pyplot(), result.network.measured
     names, ethernet = site.clusters, site.fabric_by_name[ETHERNET]
     side = min(7.0, 4 + 0.5 * len(names))
     half, size = (0.6, 8) if len(names) <= 2 else (1.25, 8 if len(names) <= 4 else 6)
@@ -39,12 +41,12 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> 
             rate = format_rate(rates[pair], 3) if rates[pair] < inf else "no limit"
             text = f"{rate}\n{format_seconds(sum(hop.latency_s for hop in hops))}"
             axis.text(*spot, text, ha="center", va="center", fontsize=size,
-                      bbox={"boxstyle": "round", "fc": paper, "ec": "none", "pad": 0.1, "alpha": 0.8})
+                      bbox={"boxstyle": "round", "fc": PAPER, "ec": "none", "pad": 0.1, "alpha": 0.8})
     for index, name in enumerate(names):
         count = sum(node.cluster == name for node in site.nodes)
         uplink = site.wan.uplink_of.get(name)
         text = f"{name}\n{count} nodes" + (f"\nuplink {format_rate(uplink)}" if uplink else "")
-        axis.scatter(*place[name], s=2600, color=colors[index % len(colors)], zorder=2)
+        axis.scatter(*place[name], s=2600, color=CLUSTERS[index % len(CLUSTERS)], zorder=2)
         axis.text(*place[name], text, ha="center", va="center", fontsize=8, color="#111111", zorder=3)
     title = f"{site.processes} GPU{'s' * (site.processes > 1)} a node, {format_rate(ethernet.rate_bps)} a NIC"
     axis.set_title(title + ("" if site.wan else ": flat, only NICs limit it"), loc="left", fontsize=10)
@@ -53,10 +55,10 @@ def draw_clusters(plt: Any, site: Site, colors: tuple[str, ...], paper: str) -> 
     return figure
 
 
-def draw_what_if(plt: Any, result: SearchResult) -> Any:
+def draw_what_if(result: SearchResult) -> Any:
     """Seconds of the best plan and of stock with its sizes, by rate and by latency between clusters (flat: of
     a node's Ethernet); simulated if the plan is."""
-    site, best = result.network.measured, result.best
+    plt, site, best = pyplot(), result.network.measured, result.best
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     by_rate = [with_ethernet(result, best, factor) for factor in FACTORS]
     names = [f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}" for factor in FACTORS]

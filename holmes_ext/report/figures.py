@@ -76,8 +76,7 @@ class RankRow:
 class JoinedRow:
     """Rounds with other jobs. counted: committed ones with this job in them; sent: bytes of all ranks in a
     round; seconds: from start to end, exposed_s: waited for, both the slowest rank's, medians; drift: of the
-    last counted round, between this job's pseudo-gradient and the aggregate, None where no other job was
-    in."""
+    last counted round, between this job's pseudo-gradient and the aggregate, None without another job."""
 
     rounds: int
     counted: int
@@ -97,8 +96,7 @@ class PlanRow:
     predicted_s: float | None
     steps: int
     step_s: float
-    #: What of the sums of gradients changed with it, in words.
-    sums: str = ""
+    sums: str = ""  # what of the sums of gradients changed with it, in words
 
     @property
     def name(self) -> str:
@@ -107,8 +105,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """step_s: median over steps of the slowest rank's; spread: least and greatest; tokens_per_second 0: not
-    known."""
+    """step_s: median of the slowest rank's; spread: least and greatest; tokens_per_second 0: not known."""
 
     run: str
     world: int
@@ -145,7 +142,7 @@ def _lost_s(row: GroupRow) -> float:
 def summarize(run: Run) -> Summary:
     """The figures of all steps but the warm-up."""
     steps = run.steps
-    seconds = [max(_seconds(rank_file.steps[step]) for rank_file in run.ranks) for step in steps]
+    seconds = run.took(steps)
     tokens = [max(row.steps[step].get("tokens", 0) for row in run.ranks) for step in steps]
     median = statistics.median(seconds)
     rate = statistics.median(tokens) / median if median > 0 else 0.0
@@ -159,7 +156,6 @@ def summarize(run: Run) -> Summary:
 
 
 def _plans(run: Run) -> tuple[PlanRow, ...]:
-    """Each plan that the job had, where it changed."""
     changes = [change for rank in run.ranks for change in rank.plans]
     if not changes:
         return ()
@@ -168,8 +164,7 @@ def _plans(run: Run) -> tuple[PlanRow, ...]:
     plans = []
     for row, end in zip(rows, [*ends, run.steps[-1] + 1]):
         steps = [step for step in run.steps if row["step"] < step < end]
-        seconds = [max(_seconds(rank_file.steps[step]) for rank_file in run.ranks) for step in steps]
-        took = statistics.median(seconds) if seconds else 0.0
+        took = statistics.median(run.took(steps) or [0.0])
         plans.append(PlanRow(max(row["step"], 0), tuple(row["in_flight"]), row["then_s"], end - row["step"],
                              took, row.get("sums", "")))
     return tuple(plans)
@@ -189,13 +184,10 @@ def _joined(run: Run) -> JoinedRow | None:
     )  # fmt: skip
 
 
-def _seconds(step: dict[str, Any]) -> float:
-    return step["end"] - step["begin"]
-
-
 def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
-    whole = [_seconds(rank_file.steps[step]) for step in steps]
-    exposed = [sum(row[7] for row in exposed_rows(rank_file.steps[step])) for step in steps]
+    of_steps = [rank_file.steps[step] for step in steps]
+    whole = [step["end"] - step["begin"] for step in of_steps]
+    exposed = [sum(row[7] for row in exposed_rows(step)) for step in of_steps]
     own_s = statistics.median(a - b for a, b in zip(whole, exposed))
     return RankRow(rank_file.rank, rank_file.node, rank_file.head["cluster"], statistics.median(whole),
                    statistics.median(exposed), own_s)

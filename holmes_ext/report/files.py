@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
-from holmes_ext.words import some_of
+from holmes_ext.words import grouped, some_of
 
 VERSION = 1
 #: Steps at the start that do not count: imports, connections, allocators.
@@ -19,8 +20,7 @@ WARM_UP = 2
 @dataclass(frozen=True)
 class FollowedPlan:
     """What a job did in its first steps (runtime/watch/as_planned.py). reductions: (stage, in two levels,
-    under the backward pass); in_flight: micro-batches by stage, () under the framework's own schedule;
-    differences: from the plan."""
+    under the backward pass); in_flight: micro-batches by stage (or ()); differences: from the plan."""
 
     reductions: tuple[tuple[int, bool, bool], ...] = ()
     in_flight: tuple[int, ...] = ()
@@ -39,8 +39,7 @@ class RankFile:
     plans: list[dict[str, Any]] = field(default_factory=list)  # changes of the plan, in order
     model: dict[str, Any] | None = None  # the last one measured: a profile's content
     edges: list[int] = field(default_factory=list)  # stages whose edge to the next one it has measured
-    #: What it did of what the plan decides, and where that differs.
-    done: FollowedPlan = FollowedPlan()
+    done: FollowedPlan = FollowedPlan()  # what it did of what the plan decides, and where that differs
     cut: bool = False
     closed: bool = False
 
@@ -70,6 +69,11 @@ class Run:
         common = sorted(set.intersection(*(set(rank.steps) for rank in self.ranks)))
         return [step for step in common if step >= WARM_UP] or common
 
+    def took(self, steps: Iterable[int]) -> list[float]:
+        """Seconds of each of these steps on its slowest rank."""
+        return [max(rank.steps[step]["end"] - rank.steps[step]["begin"] for rank in self.ranks)
+                for step in steps]
+
     def traced(self) -> list[int]:
         """Steps of which every rank lists its operations."""
         return [step for step in self.steps if all("ops" in rank.steps[step] for rank in self.ranks)]
@@ -77,9 +81,7 @@ class Run:
     @property
     def rounds(self) -> dict[int, list[dict[str, Any]]]:
         """What ranks tell of each round with other jobs (telemetry.outer_round), by its number, in order."""
-        reports: dict[int, list[dict[str, Any]]] = {}
-        for report in (report for rank in self.ranks for report in rank.rounds):
-            reports.setdefault(report["round"], []).append(report)
+        reports = grouped((report["round"], report) for rank in self.ranks for report in rank.rounds)
         return dict(sorted(reports.items()))
 
     @property
@@ -109,9 +111,8 @@ def load(directory: str | Path) -> Run:
         raise HolmesError(f"{place}: cannot be read ({error.strerror})") from None
     if not files:
         if not runs:
-            raise HolmesError(
-                f"{place}: holds no telemetry (rank0.jsonl, ...); start the job with --holmes-telemetry "
-                f"{place}")
+            raise HolmesError(f"{place}: holds no telemetry (rank0.jsonl, ...); start the job with "
+                              f"--holmes-telemetry {place}")
         if len(runs) > 1:
             notes.append(f"{len(runs)} runs in {place}: this is the newest, {runs[-1].name}")
         files = list(runs[-1].glob("rank*.jsonl"))
@@ -129,9 +130,8 @@ def load(directory: str | Path) -> Run:
         notes.append(
             f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned")
     if (scale := Table(ranks[0].head, f"{ranks[0].path}: line 1").take("scale", float, 1.0)) != 1:
-        notes.append(
-            f"NICs were emulated (holmes lab) and carried {scale:g} x their rates (--scale); `of` says what"
-                     " they carried")
+        notes.append(f"NICs were emulated (holmes lab) and carried {scale:g} x their rates (--scale); `of` "
+                     "says what they carried")
     run = Run(ranks, notes)
     if not run.steps:
         raise HolmesError(f"{files[0].parent}: no step is finished on all of its {len(ranks)} ranks")

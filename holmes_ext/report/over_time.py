@@ -15,10 +15,9 @@ POINTS = 1000
 
 
 def over_time_figure(run: Run, plans: tuple[PlanRow, ...]) -> Any:
-    """Seconds of each step on its slowest rank; a band for each plan, with what it was predicted and measured
-    to take."""
+    """Seconds of each step on its slowest rank; a band for each plan, with those predicted and measured."""
     plt, steps = pyplot(), run.steps
-    took = [max(rank.steps[step]["end"] - rank.steps[step]["begin"] for rank in run.ranks) for step in steps]
+    took = run.took(steps)
     stride = ceil(len(steps) / POINTS)
     points = [statistics.median(took[first : first + stride]) for first in range(0, len(took), stride)]
     figure, axis = plt.subplots(figsize=(11, 3.2), layout="constrained")

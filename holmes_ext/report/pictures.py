@@ -105,7 +105,6 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
 
 
 def name_rows(axis: Any, names: Sequence[str]) -> None:
-    """A row for each, the first on top."""
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
 
@@ -184,8 +183,7 @@ def load_traces(directory: Path) -> list[dict[str, Any]]:
 
 
 def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Begin and end (monotonic seconds) of the "step" that the traces name, or from one optimizer step to the
-    next, over all ranks."""
+    """Begin and end (monotonic seconds) of the traces' "step", or from one optimizer step to the next."""
     if "step" in traces[0]:
         begin, end = traces[0]["step"]
         return begin, end

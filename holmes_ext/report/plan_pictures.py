@@ -15,7 +15,7 @@ from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.search.result import Candidate, SearchResult
 from holmes_ext.plan.search.simulated import simulated
 from holmes_ext.plan.search.stock import CAUSES, stock_like
-from holmes_ext.report import between
+from holmes_ext.report.between import draw_clusters, draw_what_if
 from holmes_ext.report.pictures import CLUSTERS, KINDS, MANY, PAPER, Row, name_rows, pyplot, timeline, write
 from holmes_ext.units import format_bytes
 from holmes_ext.words import why
@@ -118,29 +118,24 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]]) -> Any:
     return figure
 
 
-def clusters(result: SearchResult) -> Any:
-    return between.draw_clusters(pyplot(), result.network.measured, CLUSTERS, PAPER)
-
-
-def what_if(result: SearchResult) -> Any:
-    return between.draw_what_if(pyplot(), result)
-
-
 #: File of --pictures -> its picture.
 PAINTED: dict[str, Callable[[SearchResult], Any]] = {
-    "placement": placement, "timeline": step, "clusters": clusters, "ethernet": what_if}
+    "placement": placement, "timeline": step, "clusters": draw_clusters, "ethernet": draw_what_if}
+
+
+def of_limit(used: float, limit: float) -> str:
+    """ "41.2 GB of 80 GB", bytes; "41.2 GB" without a limit."""
+    return format_bytes(used) + ("" if limit == inf else f" of {format_bytes(limit)}")
 
 
 def memory_text(estimate: Estimate, costs: StageCosts, stage: int) -> str:
     """ "41.2 GB of 80 GB", with a "!" when it does not fit."""
-    limit = costs.limit_bytes[stage]
-    of = "" if limit == inf else f" of {format_bytes(limit)}"
-    return f"{format_bytes(estimate.memory_bytes[stage])}{of}" + ("" if estimate.fits[stage] else " !")
+    used = of_limit(estimate.memory_bytes[stage], costs.limit_bytes[stage])
+    return used + ("" if estimate.fits[stage] else " !")
 
 
 def draw_partitions(costs: StageCosts, estimates: Mapping[str, Estimate], path: str) -> None:
-    """For each partition a bar for each stage, as long as the step, cut into computing, communication,
-    idle."""
+    """Of each partition a bar for each stage, as long as the step: computing, communication, idle."""
     plt, height = pyplot("--picture needs"), max(1.6, 0.3 * costs.stages + 0.9)
     figure, axes = plt.subplots(len(estimates), 1, figsize=(9, height * len(estimates) + 0.5), sharex=True,
                                 squeeze=False)

@@ -14,8 +14,8 @@ from holmes_ext.lab import Lab
 from holmes_ext.lab.launchers import slurm, ssh
 from holmes_ext.lab.launchers.command import command_line, starts_itself
 from holmes_ext.lab.launchers.daemons import Daemons
-from holmes_ext.lab.launchers.programs import program
 from holmes_ext.lab.network.shaping import lay_out, login_node
+from holmes_ext.lab.rights import program
 
 SPEC = parse_spec(clusters.toml("a ib 2Gb/s a0,a1", "b roce 1Gb/s b0", ethernet="400Mb/s"))
 JOB = ["python", "train.py", "--holmes"]
@@ -93,7 +93,7 @@ def test_the_login_host():
 
 
 def test_a_missing_program_is_named_with_its_package(monkeypatch):
-    monkeypatch.setattr("holmes_ext.lab.launchers.programs.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda *_, **__: None)
     with pytest.raises(HolmesError, match="need `slurmctld`, which is missing; apt-get install slurm-wlm"):
         program("slurmctld")
 

@@ -20,7 +20,6 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `holmes plan` about experts."""
     what = "which expert lives on which rank (needs scipy and the parallel sizes)"
     add = parser.add_argument_group(what).add_argument
     add("--experts", metavar="FILE", help="place experts by their traffic: JSON, see docs/plan.md")

@@ -24,13 +24,12 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `holmes plan` about the partition."""
     add = parser.add_argument_group("layers of each stage").add_argument
     add("--model", metavar="FILE", help="the model as TOML (examples/models), not a nominal one")
     add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N")
     add("--partition", choices=METHODS, default="uniform",
         help="as the framework splits them, by the Holmes paper's formula, or for the least predicted step "
-        "(default: uniform)")
+             "(default: uniform)")
     add("--alpha", type=float, default=1.0, metavar="X", help="the paper's alpha, for --partition speed "
                                                               "(default: 1)")
     add("--overlap", choices=("on", "off"), default="on",
@@ -89,7 +88,5 @@ def show(costs: StageCosts, estimates: Mapping[str, Estimate]) -> None:
         ratio = estimates["uniform"].step_s / estimate.step_s
         misfit = "" if all(estimate.fits) else " - does not fit the memory"
         screen.line(f"{name:>8}: {estimate.step_s:.4g} s, {ratio:.3f} x uniform{misfit}")
-    screen.line(
-        "seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of the "
-        "reduction, after the last backward; compute, exposed and idle add up to the step"
-    )
+    screen.line("seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of "
+                "the reduction, after the last backward; compute, exposed and idle add up to the step")

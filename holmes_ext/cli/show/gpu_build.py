@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 _TITLE = "holmes lab: building the emulated GPU, once"
 _LINES = 10  # in all, where there is no terminal
@@ -15,15 +15,16 @@ class BuildProgress:
     """A context manager; its call is a build's OnProgress. Shows nothing where nothing is built."""
 
     def __init__(self) -> None:
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                             TimeElapsedColumn(), console=Console(stderr=True))
+        self._task = self._bar.add_task(_TITLE, total=None)
         self._shown = -1
 
     def __enter__(self) -> BuildProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
+        if self._bar.live.is_started:
             self._bar.stop()
 
     def __call__(self, done: int, total: int, what: str) -> None:
@@ -31,13 +32,7 @@ class BuildProgress:
         if not sys.stderr.isatty():
             self._line(done, total, what)
             return
-        if self._bar is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                       TimeElapsedColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task(_TITLE, total=None)
-            self._bar.start()
-        assert self._task is not None
+        self._bar.start()
         if total:
             self._bar.update(self._task, completed=done, total=total, description=f"{_TITLE}: {what:.40}")
         else:

@@ -24,8 +24,7 @@ _ENVIRONMENT = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0"}
 
 
 def run(as_json: bool, script: list[str], cluster: str, steps: int) -> int:
-    """script: flags of examples/deepspeed_pipeline. 1 when losses differ by more than 1e-6, or a run
-    fails."""
+    """script: flags of examples/deepspeed_pipeline. 1: losses differ by more than 1e-6, or a run fails."""
     folder, screen = examples(), Screen(stderr=True)
     file = folder / "clusters" / cluster
     spec = load_spec(file)

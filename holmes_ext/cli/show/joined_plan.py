@@ -41,7 +41,6 @@ class Beside:
         return joined.settings(self.rounds)
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
         keys = ("name", "tokens_per_second", "loss", "flags")
         choices = [dict(zip(keys, choice)) for choice in self.choices()]
         rows = [{**asdict(setting), "tokens_per_second": setting.samples_per_s * self.tokens}
@@ -59,7 +58,6 @@ class Beside:
         return text
 
     def rows(self) -> list[list[str]]:
-        """Cells of COLUMNS."""
         result = []
         for setting in self.settings:
             rate = setting.samples_per_s * self.tokens
@@ -100,8 +98,7 @@ class Beside:
 
 
 def beside(result: SearchResult, seconds: float) -> Beside:
-    """Of each cluster alone, in so many seconds each; HolmesError: there is one cluster, or the model does
-    not fit one."""
+    """Of each cluster alone, in so many seconds each; HolmesError: one cluster, or the model fits none."""
     site, model = result.network.site, result.model
     if len(site.clusters) < 2:
         raise HolmesError(f"{site.source}: --joined needs two clusters or more; it has {len(site.clusters)}")

@@ -40,6 +40,7 @@ from holmes_ext.plan.search.spreading import with_spread
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.report.pictures import pyplot, write
 from holmes_ext.report.plan_pictures import draw_search
+from holmes_ext.words import grouped
 
 #: Seconds of silence before the progress bar shows.
 SILENCE_S = 2.0
@@ -48,7 +49,6 @@ FIRST = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `holmes plan` about the search."""
     what = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(what).add_argument
     add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
@@ -91,10 +91,7 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
         what = what if args.command else "nothing says what to train"
         raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
     site, links = site_from_spec(spec), Links.of_spec(spec)
-    batch, limits = global_batch(args, job, site), parse_limits(args.limit)
-    framework = args.framework or job.framework
-    if framework:
-        limits = limited(limits, job.engine, framework)
+    batch, limits = global_batch(args, job, site), limits_of(args, job)
     with _Bar(quiet=args.json) as bar:
         end = time.monotonic() + args.seconds
         asked = asked_for(Network(site, links), job, batch, limits)
@@ -140,11 +137,8 @@ def leave_out(
 ) -> tuple[list[str], dict[str, Any]]:
     """What to say where a job on fewer nodes is faster: lines, and the same for --json. A command line's
     sizes are of all nodes, so the lines name flags for the fewer."""
-    left: dict[str, list[str]] = {}
     nodes = [node.name for node in fewer.network.site.nodes]
-    for node in on_all.network.site.nodes:
-        if node.name not in nodes:
-            left.setdefault(node.cluster, []).append(node.name)
+    left = grouped((node.cluster, node.name) for node in on_all.network.site.nodes if node.name not in nodes)
     clusters = fewer.network.site.clusters
     named = ", ".join(f"{len(names)} nodes of {cluster} ({folded(names)})" if cluster in clusters else
                       f"{cluster} ({len(names)} nodes)" for cluster, names in left.items())
@@ -163,15 +157,20 @@ def leave_out(
 
 def asked_for(network: Network, job: Training, batch: int, limits: Limits = Limits()) -> SearchResult:
     """A search's question: what the job's model, engine, options and command line say."""
-    assert job.model is not None
     rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
     if job.engine.two_level_zero is not None:  # its flags can ask for them
         rules = replace(rules, reductions=REDUCTIONS)
-    asked = SearchResult(network, job.model, batch, limits, rules, job.engine,
+    asked = SearchResult(network, job.known_model, batch, limits, rules, job.engine,
                          stock_overlap=job.engine.overlaps)
-    if job.said is None or not job.said.framework:
+    if not job.said.framework:
         return asked
     return replace(asked, stock_overlap=job.said.overlap, gather_overlap=job.said.gather_overlap)
+
+
+def limits_of(args: argparse.Namespace, job: Training) -> Limits:
+    """What is searched: of --limit, as far as the framework that is asked for or that has the flags can."""
+    limits, framework = parse_limits(args.limit), args.framework or job.said.framework
+    return limited(limits, job.engine, framework) if framework else limits
 
 
 def check_pictures(args: argparse.Namespace, job: Training) -> None:
@@ -226,24 +225,20 @@ def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchRe
 def _candidate(result: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None) -> Candidate:
     said, options = job.said, job.options
     partitioned = bool(options.plan) or options.partition != "uniform"
-    for line in refusals(said, sizes, result.network.world, partitioned) if said else ():
+    for line in refusals(said, sizes, result.network.world, partitioned):
         raise HolmesError(line)
-    zero_virtual = (said.zero, said.virtual) if said and said.model else ()
-    shape = shape_of(result.model, sizes, *zero_virtual)
-    layers = said.stage_layers if said else ()
-    if plan is not None:
-        layers = plan.stage_layers or layers
-    flat = job.engine.two_level_zero is not None and not (said and said.instances > 1)
+    shape = shape_of(result.model, sizes, *job.zero_and_chunks)
+    layers = plan and plan.stage_layers or said.stage_layers
+    flat = job.engine.two_level_zero is not None and said.instances <= 1
     return given(result, sizes, shape, layers, plan.nodes if plan is not None else (), flat)
 
 
 def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
     """Sequences of a step on all nodes of `site`; HolmesError where nothing says them."""
-    model = job.model
-    assert model is not None
+    model = job.known_model
     if args.global_batch is not None or model.global_batch:
         return model.global_batch if args.global_batch is None else args.global_batch
-    if job.said is not None and job.said.model is not None and job.sizes is not None:
+    if job.said.model is not None and job.sizes is not None:
         sizes = job.sizes.complete(site.world_size, site.processes)
         return model.micro_batches * model.micro_batch * sizes.data
     needed = "a search needs it, or --global-batch N (sequences of a step)"

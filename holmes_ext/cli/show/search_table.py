@@ -17,10 +17,11 @@ from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.patches.launch_flags import Launch, added, launches
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.search.explain import NOTHING, explain, thin_stages
-from holmes_ext.plan.search.result import Candidate, Certificate, SearchResult
+from holmes_ext.plan.search.result import Candidate, SearchResult
 from holmes_ext.plan.search.simulated import memory_of, step_without
 from holmes_ext.plan.search.space import Shape
 from holmes_ext.plan.search.stock import CAUSES, best_stock, causes, stock_like
+from holmes_ext.report.plan_pictures import of_limit
 from holmes_ext.units import format_bytes
 
 #: Those that a narrow screen does not get have a number: the greatest goes first.
@@ -31,9 +32,8 @@ COLUMNS = (
     Column("token/s", right=True, drop=1), Column("TFLOP/s", right=True, drop=4),
     Column("memory", right=True, drop=2),
 )  # fmt: skip
-LEGEND = (
-    "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x micro-batches; "
-    "of each shape the best arrangement; step: simulated, ~ in closed form only")
+LEGEND = ("T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x "
+          "micro-batches; of each shape the best arrangement; step: simulated, ~ in closed form only")
 DOES_NOT_FIT, CANNOT = "your layout does not fit", "cannot do this plan"
 
 
@@ -65,7 +65,6 @@ def split_text(split: Sequence[int]) -> str:
 
 
 def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch]) -> None:
-    """Print all of it."""
     screen, network, best, user_layout = Screen(), result.network, result.best, result.user_layout
     job.show(screen)
     _table(screen, result, ranked(result, args.rows))
@@ -83,8 +82,6 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
         text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {before.step_s:.4g} s without"
         screen.line(f"{text}; the certificate is of 1F1B's orders", "bold")
     screen.line(f"best plan: {result.describe(best)}; layers of the stages: {split_text(best.split)}")
-    for line in (*edge_lines(result, best), *thin_stages(result, best)):
-        screen.line(line)
     _show_why(screen, result)
     if args.explain:
         for line in explain(result):
@@ -101,8 +98,6 @@ def show_given(result: SearchResult, args: argparse.Namespace, starts: Mapping[s
     """The user's layout alone, of a search's result that has only it: its row, seconds, memory and flags."""
     screen, user_layout = Screen(), result.best
     _table(screen, result, [("yours", user_layout, result)])
-    for line in (*edge_lines(result, user_layout), *thin_stages(result, user_layout)):
-        screen.line(line)
     _show_why(screen, result)
     asked = sizes_given(args) or not args.command  # else the command line has its sizes
     screen.line("flags of holmes:" if asked else "your layout: add to your command line", "bold")
@@ -145,7 +140,6 @@ def title(result: SearchResult) -> str:
 
 
 def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[str, ...]:
-    """A row of the table."""
     shape, where = candidate.shape, result.describe(candidate)
     reductions = ", ".join(dict.fromkeys(candidate.reductions))
     step = f"{candidate.step_s:.4g}" if candidate.simulated_s else f"~{candidate.step_s:.4g}"
@@ -156,8 +150,7 @@ def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[st
 
 
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """Seconds by cause, of the best plan, the user's layout, and stock with its sizes (or as that layout
-    runs)."""
+    """Seconds by cause: of the best plan, the user's layout, stock with its sizes (or as that layout)."""
     user_layout = result.user_layout
     by_who = {"holmes": causes(result, result.best)}
     by_who |= {"yours": causes(result, user_layout)} if user_layout and user_layout is not result.best else {}
@@ -165,6 +158,8 @@ def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
 
 
 def _show_why(screen: Screen, result: SearchResult) -> None:
+    for line in (*edge_lines(result, result.best), *thin_stages(result, result.best)):
+        screen.line(line)
     title, head, rows = why_table(result)
     screen.table([Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])], rows, title,
                  ["", *[""] * (len(rows) - 2), "bold"])
@@ -204,16 +199,13 @@ def why_lines(result: SearchResult) -> list[str]:
         ratio, sizes = least.step_s / total, sizes_text(least.shape)
         lines.append(f"{ratio:.2f} x stock with the sizes that suit it best ({sizes}: {least.step_s:.4g} s)")
     stage = _fullest(best)
-    limit = best.limit_bytes[stage]
-    of = "" if limit == inf else f" of {format_bytes(limit)}"
-    terms = _terms(memory_terms(result, best))
-    lines.append(f"memory of the fullest stage: {format_bytes(best.memory_bytes[stage])}{of} ({terms})")
+    used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
+    lines.append(f"memory of the fullest stage: {used} ({_terms(memory_terms(result, best))})")
     if user_layout and not user_layout.fits:
         stage = _fullest(user_layout)
-        needs = format_bytes(user_layout.memory_bytes[stage])
-        has = format_bytes(user_layout.limit_bytes[stage])
-        what = f"stage {stage} needs {needs} of {has} ({_terms(memory_terms(result, user_layout))})"
-        lines.append(f"{DOES_NOT_FIT}: {what}")
+        needs = of_limit(user_layout.memory_bytes[stage], user_layout.limit_bytes[stage])
+        terms = _terms(memory_terms(result, user_layout))
+        lines.append(f"{DOES_NOT_FIT}: stage {stage} needs {needs} ({terms})")
     return lines
 
 
@@ -257,7 +249,7 @@ def launches_of(
     result: SearchResult, args: argparse.Namespace, job: Training, plan: str | None = None
 ) -> dict[str, Launch]:
     """How to start the best plan, by framework: all, or the one asked for. plan: its file, or --output's."""
-    framework, plan = args.framework or job.framework, (args.output or "") if plan is None else plan
+    framework, plan = args.framework or job.said.framework, (args.output or "") if plan is None else plan
     how = result.best, result.model, result.global_batch, result.rules.overlap
     by_framework = launches(*how, args.cluster, plan)
     return {name: launch for name, launch in by_framework.items() if not framework or name == framework}
@@ -269,12 +261,13 @@ def document(
     """Everything that was found, and more, as JSON; a memory limit of null means none. step_seconds is the
     simulated step where there is one, closed_form_seconds the other; the certificate is of simulated ones;
     not_expanded: shapes that fit and have no candidate, with the seconds that none of theirs beats."""
-    expanded = {candidate.shape for candidate in result.candidates}
+    expanded, proof = {candidate.shape for candidate in result.candidates}, result.certificate
     content = {
         "gpus": result.network.world,
         "clusters": list(result.network.site.clusters),
         "global_batch": result.global_batch,
-        "certificate": _certificate(result.certificate) if result.certificate else None,
+        "certificate": proof and {"proven": proof.proven, "gap": proof.gap, "step_seconds": proof.step_s,
+                                  "bound_seconds": proof.bound_s},
         "interrupted": result.interrupted,
         "seconds": result.seconds,
         "counts": {"shapes": result.shapes, "plans": len(result.candidates), "pruned": result.pruned,
@@ -292,11 +285,6 @@ def document(
         **more,
     }
     return json.dumps(content)
-
-
-def _certificate(certificate: Certificate) -> dict[str, Any]:
-    return {"proven": certificate.proven, "gap": certificate.gap, "step_seconds": certificate.step_s,
-            "bound_seconds": certificate.bound_s}
 
 
 def row(candidate: Candidate, result: SearchResult) -> dict[str, Any]:

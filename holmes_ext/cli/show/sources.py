@@ -19,7 +19,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.document import read_text, save
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import parse_rate
-from holmes_ext.words import did_you_mean, named_values, some_of
+from holmes_ext.words import did_you_mean, grouped, named_values, some_of
 
 T = TypeVar("T")
 #: Source -> how it is called in what is said, and whether it is read from a file.
@@ -28,7 +28,6 @@ _ETHERNET = "ethernet"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `holmes discover` about other sources."""
     what = "clusters that another program knows, as a cluster.toml"
     add = parser.add_argument_group(what).add_argument
     add("--from", dest="source", nargs="+", metavar=("slurm|kubernetes|hostfile", "FILE"),
@@ -169,13 +168,8 @@ def _tell(
     if existing and not more and not new:
         say(f"{path}: it has all of these nodes already; nothing was changed")
     discovered = {node.name for node in nodes}
-    gone = [node for cluster in existing.clusters for node in cluster.nodes
-            if node not in discovered] if existing else []
+    gone = [node for node in existing.owner if node not in discovered] if existing else []
     if gone:
         say(f"{path}: kept nodes that were not found: {folded(gone)}")
-    out: dict[str, list[str]] = {}
-    for node in nodes:
-        if node.why_not:
-            out.setdefault(node.why_not, []).append(node.name)
-    for why, names in out.items():
+    for why, names in grouped((node.why_not, node.name) for node in nodes if node.why_not).items():
         say(f"now {why}: {folded(names)}")

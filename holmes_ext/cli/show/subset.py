@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from holmes_ext.cli.show.search import asked_for, global_batch
+from holmes_ext.cli.show.search import asked_for, global_batch, limits_of
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import Training, training_of
-from holmes_ext.cluster.node_report import short_name
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.sources import request, slurm
 from holmes_ext.cluster.sources.hostlist import expand, folded
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.launch_flags import limited
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.rank_model import narrowed
@@ -36,7 +34,7 @@ from holmes_ext.plan.search.bound.nodes import (
 from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.search.search import search
 from holmes_ext.plan.search.sketch import simulate_first
-from holmes_ext.plan.search.space import Limits, Shape, parse_limits
+from holmes_ext.plan.search.space import Limits, Shape
 from holmes_ext.plan.search.subset import Counts, Priced, Subsets, best_subset
 from holmes_ext.units import format_seconds
 from holmes_ext.words import some_of
@@ -54,7 +52,6 @@ WIDEST = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `holmes plan` about a part of the nodes."""
     add = parser.add_argument_group("which nodes to ask for").add_argument
     add("--nodes", type=int, metavar="N", help="the N nodes of --from-cluster that train fastest")
     add("--from-cluster", metavar="FILE", help="with --nodes: cluster.toml of all nodes to choose from")
@@ -78,18 +75,16 @@ def wanted(args: argparse.Namespace) -> bool:
 
 def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
     """`spec` as far as the nodes of a list go; HolmesError for one that it does not know."""
-    known = {short_name(node): node for cluster in spec.clusters for node in cluster.nodes}
     names = expand(listed, flag)
-    if strangers := [name for name in names if short_name(name) not in known]:
+    if strangers := [name for name in names if not spec.known_as(name)]:
         raise HolmesError(
             f"{flag}: {spec.source} does not know {some_of(strangers, 4)}; add it to a cluster's nodes")
-    return spec.only({known[short_name(name)] for name in names})
+    return spec.only({spec.known_as(name) for name in names})
 
 
 @dataclass(frozen=True)
 class AvailableNodes:
-    """The nodes that may be asked for, and what is trained on `count` of them. floor_s: no step is below
-    it."""
+    """The nodes that may be asked for, what is trained on `count` of them. floor_s: no step is below it."""
 
     spec: SiteSpec
     job: Training
@@ -115,11 +110,10 @@ class AvailableNodes:
         """Seconds that no step on a subset of a family beats."""
         if not is_flat(self.spec) or set(family) == {None}:
             return self.floor_s
-        assert self.job.model is not None
         links, tensor = Links.of_spec(self.spec), max(shape.tensor for shape in self.shapes)
         pipelined = any(shape.pipeline > 1 for shape in self.shapes)
         slices = tensor / narrowed(self.job.options.edges, WIDEST) if pipelined else 0
-        site, model = of_family(self.spec, family, self.count, self.job.model, links, slices)
+        site, model = of_family(self.spec, family, self.count, self.job.known_model, links, slices)
         job = replace(self.job, model=model)
         try:
             result = in_closed_form(Network(site, links, uneven=True), job, self.batch, self.limits,
@@ -130,8 +124,7 @@ class AvailableNodes:
 
     def computing_s(self) -> float:
         """Of the shape that computes least on the fastest GPUs: no step on so many nodes is below it."""
-        assert self.job.model is not None
-        site, model = ideal_gpus(site_from_spec(self.spec), self.count, self.job.model,
+        site, model = ideal_gpus(site_from_spec(self.spec), self.count, self.job.known_model,
                                  Links.of_spec(self.spec))
         job = replace(self.job, model=model)
         result = in_closed_form(Network(site), job, self.batch, self.limits, self.shapes, 0.0)
@@ -139,10 +132,9 @@ class AvailableNodes:
 
     def best(self, end: float) -> Subsets:
         """What was found when time.monotonic() is `end`."""
-        assert self.job.model is not None
         idle = tuple(len(cluster.nodes) for cluster in self.spec.clusters)
-        kin, unit = alike(self.spec, self.job.model), self.count // self.shapes[0].pipeline
-        order = fastest_first(self.spec, self.job.model, kin)
+        kin, unit = alike(self.spec, self.job.known_model), self.count // self.shapes[0].pipeline
+        order = fastest_first(self.spec, self.job.known_model, kin)
         return best_subset(idle, self.count, self.price, self.floor, unit=unit, alike=kin, order=order,
                            end=end)
 
@@ -161,8 +153,7 @@ def run(args: argparse.Namespace) -> int:
     whole = spec
     if args.idle == "slurm":
         idle, features = slurm.idle_nodes()
-        known = {node for cluster in spec.clusters for node in cluster.nodes}
-        spec = spec.only(known.intersection(idle))
+        spec = spec.only(spec.owner.keys() & set(idle))
         if not spec.clusters:
             raise HolmesError(f"--idle slurm: none of the nodes of {spec.source} is idle now")
     elif args.idle:
@@ -170,10 +161,9 @@ def run(args: argparse.Namespace) -> int:
     end = args.begin + args.seconds
     job = training_of(args, spec)
     if job.model is None:
-        raise HolmesError(
-            "--nodes: nothing says what to train; write the command after --, or give --model FILE"
-                          " (examples/models has some)")
-    total = sum(len(cluster.nodes) for cluster in spec.clusters)
+        raise HolmesError("--nodes: nothing says what to train; write the command after --, or give --model "
+                          "FILE (examples/models has some)")
+    total = len(spec.owner)
     if not 0 < args.nodes <= total:
         raise HolmesError(f"--nodes {args.nodes}: {spec.source} has {total} nodes"
                           f"{' that are idle' if args.idle else ''}; ask for 1 to {total}")
@@ -196,17 +186,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _begin(args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: float) -> AvailableNodes:
     """What prices subsets, and has the floor of all their steps."""
-    site, links, model = site_from_spec(spec), Links.of_spec(spec), job.model
-    assert model is not None
+    site, links, model = site_from_spec(spec), Links.of_spec(spec), job.known_model
     best, ideal_model = ideal(site, args.nodes, model, links)
     batch = global_batch(args, job, best)
-    framework, limits = args.framework or job.framework, parse_limits(args.limit)
-    limits = limited(limits, job.engine, framework) if framework else limits
+    limits = limits_of(args, job)
     shapes: tuple[Shape, ...] = ()
     if job.sizes is not None:
-        sizes, said = job.sizes.complete(best.world_size, best.processes), job.said
-        zero_virtual = (said.zero, said.virtual) if said and said.model else ()
-        shapes = (shape_of(model, sizes, *zero_virtual),)
+        sizes = job.sizes.complete(best.world_size, best.processes)
+        shapes = (shape_of(model, sizes, *job.zero_and_chunks),)
     ideal_job = replace(job, model=ideal_model)
     ideal_result = in_closed_form(Network(best), ideal_job, batch, limits, shapes, FOR_SIZES * seconds)
     shapes = shapes or _of_every_depth(ideal_result)
@@ -293,7 +280,7 @@ def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, subsets: Subs
                      result.describe(candidate)))
     columns = (Column("nodes", wrap=16), Column("step", right=True), Column("slower by", right=True),
                Column("sizes", wrap=12, drop=2), Column("stages", wrap=10, drop=1))
-    screen.table(columns, rows, f"{args.nodes} of the {sum(len(c.nodes) for c in spec.clusters)} nodes"
+    screen.table(columns, rows, f"{args.nodes} of the {len(spec.owner)} nodes"
                                 f"{' that are idle' if args.idle else ''} in {spec.source}")
     looked = f"subsets looked at: {len(subsets.found)}" + (", all that there are" if subsets.complete else "")
     verdict = "the first is the best of all" if subsets.proven else (

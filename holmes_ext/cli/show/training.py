@@ -32,29 +32,25 @@ LEAVE_OUT = "leave out "
 
 @dataclass(frozen=True)
 class Training:
-    """What is to be planned."""
-
-    #: None where nothing names it.
-    model: Model | None
-    #: Of the user's layout, not completed; None where nothing names them.
-    sizes: Sizes | None
-    #: The command line.
-    said: CommandLine | None = None
-    #: What was assumed, and what was not read.
-    lines: tuple[str, ...] = ()
-    #: The flags of holmes in the command line, and HOLMES_DISABLE.
-    options: Options = Options()
-    #: What the framework does.
-    engine: EngineTraits = EngineTraits()
-    #: gloo carries the groups, not NCCL.
-    direct: bool = False
-    #: Gradients are reduced under the last backward.
-    overlap: bool = False
+    model: Model | None  # None where nothing names it
+    sizes: Sizes | None  # of the user's layout, not completed; None where nothing names them
+    said: CommandLine = CommandLine()  # the command line; an empty one where there is none
+    lines: tuple[str, ...] = ()  # what was assumed, and what was not read
+    options: Options = Options()  # the flags of holmes in the command line, and HOLMES_DISABLE
+    engine: EngineTraits = EngineTraits()  # what the framework does
+    direct: bool = False  # gloo carries the groups, not NCCL
+    overlap: bool = False  # gradients are reduced under the last backward
 
     @property
-    def framework(self) -> str:
-        """Whose flags the command line has; "" where that cannot be told."""
-        return self.said.framework if self.said else ""
+    def known_model(self) -> Model:
+        """Where it was checked that there is one."""
+        assert self.model is not None
+        return self.model
+
+    @property
+    def zero_and_chunks(self) -> tuple[int, ...]:
+        """ZeRO stage and chunks of a pipeline stage, as the command line says them; () where it does not."""
+        return (self.said.zero, self.said.virtual) if self.said.model else ()
 
     def show(self, screen: Screen) -> None:
         for line in self.lines:
@@ -69,13 +65,12 @@ def sizes_given(args: argparse.Namespace) -> bool:
 
 def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     """HolmesError: what is given is bad, or the command line tells a part of a model only."""
-    said = _said(args.command) if args.command else None
-    model, lines = load_model(args.model) if args.model else said.model if said else None, []
-    if said is not None and model is None and said.trouble:
+    said = _said(args.command) if args.command else CommandLine()
+    model = load_model(args.model) if args.model else said.model
+    if model is None and said.trouble:
         raise HolmesError(said.trouble.replace("--holmes-model", "--model"))
-    if said is not None:
-        lines = _told(said, args.model or "")
-    if model is not None and said is not None and args.model:
+    lines = _told(said, args.model or "") if args.command else []
+    if model is not None and args.command and args.model:
         model = _overlaid(model, dict(said.training))
     if args.global_batch is not None and args.global_batch < 1:
         raise HolmesError(f"--global-batch is {args.global_batch}; it must be 1 or more")
@@ -92,17 +87,15 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
                             f"tells)")
         model = on_clusters(model, spec)
     sizes = _sizes(args, said)
-    if sizes and said and said.sizes and sizes.pipeline != said.sizes.pipeline:
+    if sizes and said.sizes and sizes.pipeline != said.sizes.pipeline:
         said = replace(said, stage_layers=(), virtual=1)  # those of other stages than are asked for
-    for word in said.unknown if said else ():
+    for word in said.unknown:
         if near := meant(word):
             raise HolmesError(f"{word}: did you mean {near}?")
     options = _options(args)
-    framework = args.framework or (said.framework if said else "")
     overlap = args.overlap == "on" and options.overlap != "off"
-    direct = said is not None and said.backend == "gloo"
-    engine = engine_of(framework, args.command or ())
-    return Training(model, sizes, said, tuple(lines), options, engine, direct, overlap)
+    engine = engine_of(args.framework or said.framework, args.command or ())
+    return Training(model, sizes, said, tuple(lines), options, engine, said.backend == "gloo", overlap)
 
 
 def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
@@ -149,9 +142,8 @@ def _said(words: list[str]) -> CommandLine:
     return replace(said, sizes=sizes, stage_layers=options.stage_layers or said.stage_layers)
 
 
-def _sizes(args: argparse.Namespace, said: CommandLine | None) -> Sizes | None:
-    # no sizes: all ranks are data-parallel
-    base = said.sizes or (Sizes() if said.model else None) if said else None
+def _sizes(args: argparse.Namespace, said: CommandLine) -> Sizes | None:
+    base = said.sizes or (Sizes() if said.model else None)  # no sizes: all ranks are data-parallel
     if not sizes_given(args):
         return base
     if args.sizes is not None:

@@ -61,8 +61,7 @@ def gpu_name(text: str) -> str:
 
 
 def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
-    """Nodes that are alike in kind, GPUs and fabric, in order. HolmesError: a node is named twice, or
-    none."""
+    """Nodes alike in kind, GPUs and fabric, in order. HolmesError: a node is named twice, or none is."""
     names: set[str] = set()
     members: dict[tuple[object, ...], list[FoundNode]] = {}
     for node in nodes:

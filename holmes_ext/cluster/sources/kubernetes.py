@@ -49,9 +49,8 @@ def read_nodes(path: str) -> list[FoundNode]:
         raise HolmesError(f"{path}: not Kubernetes nodes; {_ADVICE}")
     result = [node for item in items if (node := _node(item, path)) is not None]
     if not result:
-        raise HolmesError(
-            f"{path}: no node has a GPU (label nvidia.com/gpu.count or resource {_GPU_RESOURCE}): is"
-                          " NVIDIA's GPU operator or device plugin installed?")
+        raise HolmesError(f"{path}: no node has a GPU (label nvidia.com/gpu.count or resource "
+                          f"{_GPU_RESOURCE}): is NVIDIA's GPU operator or device plugin installed?")
     return result
 
 

@@ -12,7 +12,7 @@ import contextlib
 import re
 import socket
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from packaging.version import Version
 
@@ -33,6 +33,8 @@ _FREE = ("IDLE",)
 _OUT = ("DRAIN", "DOWN", "FAIL", "MAINT", "POWERING_DOWN", "REBOOT_ISSUED", "NOT_RESPONDING", "RESERVED",
         "INVALID_REG")
 _FIELD = re.compile(r"(?:^| )([A-Za-z][\w:]*)=")
+#: What commas outside brackets divide: "gpu:a100:4(S:0,1),craynetwork:4".
+_ITEM = re.compile(r"(?:[^,(]|\([^)]*\))+")
 #: gres/gpu of one node: "gpu:h100:8(S:0-1)", "gpu:8", "gpu:a100_3g.40gb:4".
 _GPU = re.compile(r"gpu(?::([A-Za-z][^:(),]*))?(?::(\d+))?(?:\([^)]*\))?")
 
@@ -42,9 +44,8 @@ def ask(*argv: str) -> str:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE)
     except FileNotFoundError:
-        raise HolmesError(
-            f"there is no `{argv[0]}` on this machine: run it on a login node of the Slurm cluster"
-                          " (module load slurm?)") from None
+        raise HolmesError(f"there is no `{argv[0]}` on this machine: run it on a login node of the Slurm "
+                          "cluster (module load slurm?)") from None
     except subprocess.TimeoutExpired:
         raise HolmesError(f"`{' '.join(argv)}` does not answer within {PATIENCE:g} s; is slurmctld alive"
                           " (scontrol ping)?") from None
@@ -60,8 +61,7 @@ def ask(*argv: str) -> str:
 
 
 def check_version() -> None:
-    """HolmesError for a Slurm older than OLDEST, or where munge's socket is dead (commands try it for
-    long)."""
+    """HolmesError for a Slurm older than OLDEST, or a dead socket of munge (commands try it for long)."""
     with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as munge:
         try:
             munge.connect(_MUNGE)
@@ -88,8 +88,8 @@ def nodes_of_slurm(partitions: Sequence[str] = (), topology: Topology | None = N
 
 
 def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -> list[FoundNode]:
-    """Of `scontrol show node --oneliner`; nodes without GPUs only where no node has any. HolmesError: no node
-    is in a partition."""
+    """Of `scontrol show node --oneliner`; nodes without GPUs only where none has any. HolmesError: an empty
+    partition."""
     records = [record for record in map(_fields, text.splitlines()) if "NodeName" in record]
     known = {name for record in records for name in _words(record.get("Partitions"))}
     for name in partitions:
@@ -142,16 +142,11 @@ def _gpus(gres: str) -> tuple[str, int]:
     """Type and number of a node's GPUs, all of them; ("", 0) for none."""
     kinds: list[str] = []
     count = 0
-    for match in map(_GPU.fullmatch, _split(gres)):
+    for match in map(_GPU.fullmatch, _ITEM.findall(gres)):
         if match:
             kinds.append(match[1] or "")
             count += int(match[2] or 1)
     return (kinds[0] if kinds else ""), count
-
-
-def _split(gres: str) -> Iterable[str]:
-    """At commas outside brackets: "gpu:a100:4(S:0,1),craynetwork:4"."""
-    return re.findall(r"(?:[^,(]|\([^)]*\))+", gres)
 
 
 def _why_not(state: str) -> str:

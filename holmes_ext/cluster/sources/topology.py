@@ -49,9 +49,8 @@ class Topology:
                 if node in owner:
                     twice = owner[node] == unit.name
                     where = f"{unit.name!r} twice" if twice else f"{owner[node]!r} and {unit.name!r}"
-                    raise HolmesError(
-                        f"{self.source}: node {node!r} is in {where}; a node is under one switch or in"
-                                      " one block")
+                    raise HolmesError(f"{self.source}: node {node!r} is in {where}; a node is under one "
+                                      "switch or in one block")
                 owner[node] = unit.name
         above: dict[str, str] = {}
         for unit in self.units:
@@ -81,8 +80,7 @@ class Topology:
 
 
 def parse_topology(text: str, source: str) -> Topology:
-    """Of topology.conf, `scontrol show topology`, or topology.yaml (by its name); HolmesError names the
-    line."""
+    """Of topology.conf, `scontrol show topology`, topology.yaml (by its name); HolmesError: the line."""
     if source.endswith((".yaml", ".yml")):
         return Topology(tuple(_units_of_yaml(text, source)), source)
     units: dict[str, Unit] = {}

@@ -13,6 +13,7 @@ from dataclasses import replace
 from holmes_ext.cluster.sources.found import FoundCluster
 from holmes_ext.cluster.sources.hostlist import runs
 from holmes_ext.cluster.spec import SiteSpec, parse_spec
+from holmes_ext.document import quoted
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
@@ -32,8 +33,8 @@ def new_file(clusters: Sequence[FoundCluster], ethernet_bps: int, source: str) -
 def _table(cluster: FoundCluster) -> str:
     lines = ["[[cluster]]", f'name = "{cluster.name}"', f'kind = "{cluster.kind}"']
     lines += [f'rate = "{_rate(cluster.rate_bps)}"'] if cluster.kind != "ethernet" else []
-    lines += [f"nodes = [{', '.join(map(_quoted, runs(cluster.nodes)))}]", f"processes = {cluster.processes}"]
-    lines += [f"gpu = {_quoted(cluster.gpu)}"] if cluster.gpu else []
+    lines += [f"nodes = [{', '.join(map(quoted, runs(cluster.nodes)))}]", f"processes = {cluster.processes}"]
+    lines += [f"gpu = {quoted(cluster.gpu)}"] if cluster.gpu else []
     lines += [f'fabric = "{cluster.fabric}"'] if cluster.fabric else []
     return "\n".join([*lines, ""])
 
@@ -42,22 +43,16 @@ def _rate(bits_per_second: int) -> str:
     return format_rate(bits_per_second, 12).replace(" ", "")
 
 
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 def split(
     spec: SiteSpec, clusters: Sequence[FoundCluster]
 ) -> tuple[dict[str, tuple[str, ...]], list[FoundCluster]]:
-    """Of what the file does not know: nodes for its clusters that hold others of theirs, and whole clusters,
-    under free names."""
-    owner = {node: cluster.name for cluster in spec.clusters for node in cluster.nodes}
+    """What the file does not know: nodes for clusters that hold others of theirs; clusters, newly named."""
     more: dict[str, tuple[str, ...]] = {}
     new: list[FoundCluster] = []
     taken = {cluster.name for cluster in spec.clusters}
     for cluster in clusters:
-        missing = tuple(node for node in cluster.nodes if node not in owner)
-        homes = [owner[node] for node in cluster.nodes if node in owner]
+        missing = tuple(node for node in cluster.nodes if node not in spec.owner)
+        homes = [spec.owner[node].name for node in cluster.nodes if node in spec.owner]
         if missing and homes:
             home = max(dict.fromkeys(homes), key=homes.count)
             more[home] = (*more.get(home, ()), *missing)
@@ -83,9 +78,8 @@ def merged(text: str, source: str, more: dict[str, tuple[str, ...]], new: Sequen
                   for cluster in before.clusters)
     if tuple(kept[cluster.name] for cluster in grown) != grown or replace(after, clusters=()) != replace(
             before, clusters=()):
-        raise HolmesError(
-            f"{source}: {some_of(more)}: nodes cannot be added safely; write them there yourself:"
-                          f" {some_of(node for nodes in more.values() for node in nodes)}")
+        raise HolmesError(f"{source}: {some_of(more)}: nodes cannot be added safely; write them there "
+                          f"yourself: {some_of(node for nodes in more.values() for node in nodes)}")
     return text
 
 
@@ -93,11 +87,10 @@ def _with_nodes(text: str, source: str, name: str, nodes: Sequence[str]) -> str:
     """With `nodes` at the end of the list of cluster `name`."""
     at = _end_of_list(text, name)
     if at is None:
-        raise HolmesError(
-            f"{source}: the list of nodes of cluster {name!r} is written in a way that is not understood"
-                          f" here; add {some_of(nodes)} there yourself")
+        raise HolmesError(f"{source}: the list of nodes of cluster {name!r} is written in a way that is not "
+                          f"understood here; add {some_of(nodes)} there yourself")
     comma = "" if text[at - 1] in ",[" else ","
-    return f"{text[:at]}{comma} {', '.join(map(_quoted, runs(nodes)))}{text[at:]}"
+    return f"{text[:at]}{comma} {', '.join(map(quoted, runs(nodes)))}{text[at:]}"
 
 
 def _end_of_list(text: str, name: str) -> int | None:

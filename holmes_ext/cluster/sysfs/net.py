@@ -41,8 +41,6 @@ class Function:
 
 @dataclass(frozen=True)
 class NetDevice(Function):
-    """One net device."""
-
     name: str = ""
     type: int = ETHERNET
     what: str = "virtual"  # physical, bond, team, vlan, bridge, macvlan, vrf, veth or virtual

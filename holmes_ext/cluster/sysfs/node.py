@@ -67,10 +67,9 @@ def _check_namespace(tree: Tree) -> None:
                      if not tree.is_dir(f"class/net/{name}")
                      or tree.number(f"class/net/{name}/ifindex") not in (index, None))
     if missing:
-        raise HolmesError(
-            f"{tree.root}: shows the net devices of another network namespace than this process's (not "
-            f"{', '.join(missing)}); mount it again inside: unshare --mount, mount -t sysfs "
-            f"sysfs /sys")
+        raise HolmesError(f"{tree.root}: shows the net devices of another network namespace than this "
+                          f"process's (not {', '.join(missing)}); mount it again inside: unshare --mount, "
+                          "mount -t sysfs sysfs /sys")
 
 
 def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, NetDevice]) -> Nic:

@@ -14,11 +14,13 @@ import re
 import stat
 from collections.abc import Collection
 from pathlib import Path
+from typing import TypeVar
 
 from holmes_ext.cluster.nic import DEVICE_NAME, PCI_ADDRESS
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
+T = TypeVar("T")
 _LARGEST = 65536  # bytes; the kernel allows one page, and pages have at most 64 KiB
 # What the kernel answers for an attribute that has no value now (speed of a port without link, ...)
 _NOTHING = {errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV, errno.ENETDOWN}
@@ -28,8 +30,7 @@ class Tree:
     """A /sys tree. Paths are relative to its root ("class/net/eth0/mtu")."""
 
     def __init__(self, root: str | Path = "/sys"):
-        """Raises HolmesError when `root` is not a directory or holds neither class/net nor
-        class/infiniband."""
+        """HolmesError when `root` is no directory or holds neither class/net nor class/infiniband."""
         self.root = Path(root)
         try:
             self.real_root = os.path.realpath(root, strict=True)
@@ -86,10 +87,12 @@ class Tree:
 
     def needed_text(self, path: str) -> str:
         """Like `text`, of an attribute that every device has."""
-        text = self.text(path)
-        if text is None:
+        return self._needed(path, self.text(path))
+
+    def _needed(self, path: str, value: T | None) -> T:
+        if value is None:
             raise self.error(path, "is missing or empty")
-        return text
+        return value
 
     def _read(self, path: str) -> bytes | None:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -119,10 +122,7 @@ class Tree:
 
     def needed_number(self, path: str, pattern: str = r"-?[0-9]{1,18}") -> int:
         """Like `number`, of an attribute that every device has."""
-        number = self.number(path, pattern)
-        if number is None:
-            raise self.error(path, "is missing or empty")
-        return number
+        return self._needed(path, self.number(path, pattern))
 
     def uevent(self, path: str) -> dict[str, str]:
         """The KEY=VALUE lines of a directory's uevent file; empty when there is none."""
@@ -136,8 +136,7 @@ class Tree:
         return pairs
 
     def link_name(self, path: str, key: str) -> str:
-        """The name of the device that a link points to (of one copied as a directory `key` of its uevent); ""
-        without."""
+        """The device that a link points to (of one copied as a directory `key` of its uevent), or ""."""
         try:
             name = os.path.basename(os.readlink(self._at(path)))
         except FileNotFoundError:

@@ -95,8 +95,7 @@ _listeners: list[Callable[[str, float, float], None]] = []
 
 
 def after_each_pass(listener: Callable[[str, float, float], None]) -> None:
-    """Have listener("forward" or "backward", start, end) called after each paced pass of a layer; monotonic
-    seconds."""
+    """Call listener("forward" or "backward", start, end) after each paced pass; monotonic seconds."""
     _listeners.append(listener)
 
 
@@ -118,8 +117,7 @@ def _start(pacer: Pacer, module_class: type) -> None:
 
 
 class Pacer:
-    """Makes the calls of the configured layers, and their backward passes, last as long as on the emulated
-    GPU."""
+    """Makes forward and backward passes of the configured layers last as long as on the emulated GPU."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic,
                  sleep: Callable[[float], None] = time.sleep):
@@ -176,8 +174,7 @@ class Pacer:
         return undo
 
     def seconds(self, parameters: int, shape: tuple[int, ...], kind: str) -> float:
-        """Seconds of a layer's forward pass, from its number of parameters and its input's shape; kind:
-        "classes" or "plain"."""
+        """Of a layer's forward pass, by its number of parameters, its input's shape and its `kind`."""
         if self.config.layout == "sbh" and len(shape) == 3:
             shape = (shape[1], shape[0], shape[2])
         with_hidden = len(shape) > 2

@@ -30,9 +30,10 @@ KINDS = {
     **dict.fromkeys(("recv", "irecv"), "receive"),
     **dict.fromkeys(("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter"),
                     "reduce"),
-    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single", "all_gather"), "collective"),
-    **dict.fromkeys(("broadcast", "barrier"), "collective"),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single", "all_gather", "broadcast", "barrier"),
+                    "collective"),
 }
+_inside = threading.local()  # has the kind of the operation that this thread is in
 
 
 def install(directory: str) -> None:
@@ -63,14 +64,15 @@ def _wrap_distributed(module: Any, events: list) -> None:
 def _traced(function: Callable, kind: str, events: list) -> Callable:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _inside.depth:  # send calls isend, all_gather_into_tensor others: the outermost call counts
+        # send calls isend, all_gather_into_tensor others: the outermost call counts
+        if hasattr(_inside, "kind"):
             return function(*args, **kwargs)
         start = time.monotonic()
-        _inside.depth = 1
+        _inside.kind = kind
         try:
             work = function(*args, **kwargs)
         finally:
-            _inside.depth = 0
+            del _inside.kind
         size = next((_bytes(value) for value in (*args, *kwargs.values()) if _bytes(value)), 0)
 
         def done() -> None:
@@ -82,13 +84,6 @@ def _traced(function: Callable, kind: str, events: list) -> Callable:
         return _Awaited(work, done)
 
     return call
-
-
-class _Inside(threading.local):
-    depth = 0
-
-
-_inside = _Inside()
 
 
 class _Awaited(wrapt.ObjectProxy):

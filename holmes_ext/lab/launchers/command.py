@@ -64,8 +64,7 @@ def starts_itself(launcher: str, command: Sequence[str]) -> bool:
 def command_line(launcher: str, nodes: Sequence[str], count: int, command: Sequence[str],
                  directory: Path) -> list[str]:
     """`command` as a job of `count` processes on each of `nodes`, in that order; files that the launcher
-    reads (a hostfile) are written into `directory`. HolmesError where the launcher cannot start such a
-    command."""
+    reads (a hostfile) are written into `directory`. HolmesError where the launcher cannot start it."""
     if starts_itself(launcher, command):
         return list(command)
     if launcher == "torchrun":

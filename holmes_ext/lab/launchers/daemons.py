@@ -12,11 +12,11 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab.lab import Lab
 from holmes_ext.lab.launchers import slurm, ssh
-from holmes_ext.lab.launchers.programs import program
 from holmes_ext.lab.network.shaping import LOGIN
 from holmes_ext.lab.process import ranks
 from holmes_ext.lab.process.job import Job, RunResult
 from holmes_ext.lab.process.ranks import Program
+from holmes_ext.lab.rights import program
 
 #: Seconds that the daemons may take to answer.
 PATIENCE = 60.0
@@ -56,9 +56,8 @@ class Daemons:
                  processes: int | None = None, env: Mapping[str, str] | None = None,
                  accelerator: Mapping[str, Any] | None = None):
         if os.getuid() != 0 and needs:
-            raise HolmesError(
-                "the lab's Slurm and sshd need root: they give each process the rights of its user; run"
-                              " it as root, or start the job with --launcher torchrun")
+            raise HolmesError("the lab's Slurm and sshd need root: they give each process the rights of its "
+                              "user; run it as root, or start the job with --launcher torchrun")
         self.lab, self.order = lab, tuple(order or (node.name for node in lab.nodes))
         self.processes = processes or max(node.processes for node in lab.nodes)
         common, self.emulated = ranks.common_environment(env or {}, accelerator)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.lab.launchers.programs import program
 from holmes_ext.lab.network.shaping import LOGIN
 from holmes_ext.lab.process.ranks import Program
+from holmes_ext.lab.rights import program
 
 #: Bytes of munge's key: MUNGE_KEY_LEN_DFL_BYTES of its source.
 _KEY_BYTES = 128
@@ -28,8 +28,7 @@ def configure(
     directory: Path, spec: SiteSpec, order: Sequence[str], processes: int,
     variables: Mapping[str, Mapping[str, str]]
 ) -> None:
-    """Write what Slurm reads into `directory`. order: of the nodes; processes: of a node at most; variables:
-    by host, for every task."""
+    """Write what Slurm reads. order: of the nodes; processes: of a node; variables: of tasks, by host."""
     # Slurm wants devices to stand for them
     gpus = [directory / f"gpu{number}" for number in range(processes)]
     for file in gpus:

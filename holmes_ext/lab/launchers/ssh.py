@@ -6,9 +6,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from holmes_ext.document import quoted
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.launchers.programs import program
 from holmes_ext.lab.process.ranks import Program
+from holmes_ext.lab.rights import program
 
 PORT = 22
 # bash reads ~/.bashrc in a session of sshd, unless it is not the outermost shell. A session of the lab has
@@ -35,12 +36,8 @@ def configure(directory: Path, variables: Mapping[str, Mapping[str, str]]) -> No
             "StrictModes no", "UsePAM no", "PasswordAuthentication no", "PermitRootLogin prohibit-password",
             "PidFile none", "UseDNS no", "PrintMotd no", "PrintLastLog no", "MaxStartups 200",
             "MaxSessions 200",
-            "SetEnv " + " ".join(_quoted(f"{name}={value}")
+            "SetEnv " + " ".join(quoted(f"{name}={value}")
                                  for name, value in {**own_variables, **_NO_BASHRC}.items()), ""]))
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def prepare(directory: Path) -> str:

@@ -130,8 +130,7 @@ class Router:
         return min([*due, self._heap[0][0]] if self._heap else due, default=None)
 
     def take(self, frame: bytes, source: int, now: float) -> None:
-        """A frame that cluster `source` sends (virtio-net header first); dropped where nobody elsewhere gets
-        it."""
+        """A frame of cluster `source` (virtio-net header first); dropped where nobody elsewhere gets it."""
         known = self._nodes.get(frame[40:44]) if frame[22:24] == _IPV4 else None
         if known is None or known[0] == source:
             return

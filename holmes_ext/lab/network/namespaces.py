@@ -73,8 +73,7 @@ def enter(holder: int, names: tuple[str, ...] = ("net", "uts", "mnt")) -> None:
 @contextmanager
 def own_proc() -> Iterator[None]:
     """Inside: a /proc of the caller's PID namespace, where it finds itself under os.getpid() (psutil looks).
-    After an exception it stays: the caller then ends, and may have threads, with which there is no way
-    back."""
+    After an exception it stays: the caller then ends, and with threads there is no way back."""
     before = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     unshare(CLONE_NEWNS)
     mount("none", "/", None, MS_REC | MS_PRIVATE)

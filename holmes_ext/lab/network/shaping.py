@@ -57,8 +57,7 @@ class LabNic:
 
 @dataclass(frozen=True)
 class LabNode:
-    """A node of the lab; `nics` has eth0 first, then its cluster's fast NICs, if it has any. `index` counts
-    from 0."""
+    """A node of the lab. index: from 0; nics: eth0 first, then its cluster's fast NICs, if it has any."""
 
     name: str
     cluster: str
@@ -69,7 +68,6 @@ class LabNode:
 
     @property
     def address(self) -> str:
-        """IPv4 address of eth0."""
         return self.nics[0].address
 
     def nic(self, name: str) -> LabNic:
@@ -81,12 +79,10 @@ class LabNode:
 
 
 def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
-    """The nodes in the file's order, every rate multiplied by `scale`. HolmesError for more nodes than a lab
-    holds."""
-    count = sum(len(cluster.nodes) for cluster in spec.clusters)
-    if count > MAX_NODES:
+    """The nodes in the file's order, every rate multiplied by `scale`. HolmesError for too many nodes."""
+    if len(spec.owner) > MAX_NODES:
         raise HolmesError(
-            f"{spec.source}: {count} nodes; the lab emulates at most {MAX_NODES} on one machine")
+            f"{spec.source}: {len(spec.owner)} nodes; the lab emulates at most {MAX_NODES} on one machine")
     if not 0 < scale < 1e6:
         raise HolmesError(f"--scale: {scale} is not a factor above 0, such as 0.1")
     fabrics = list(dict.fromkeys(cluster.fabric for cluster in spec.clusters if cluster.fabric != ETHERNET))
@@ -94,10 +90,7 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
     for site, cluster in enumerate(spec.clusters):
         for place, name in enumerate(cluster.nodes):
             index = len(nodes)
-            nics = [_nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)]
-            if spec.wan:
-                address, bridge = crossing.address(site, place), crossing.bridge(site)
-                nics[0] = replace(nics[0], address=address, bridge=bridge, prefix=crossing.PREFIX)
+            nics = [_eth0(spec, index, scale, site, place)]
             if cluster.fabric != ETHERNET:
                 number = fabrics.index(cluster.fabric)
                 rate = cluster.rate_bps // cluster.rails
@@ -109,17 +102,20 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
 
 
 def login_node(spec: SiteSpec, nodes: Sequence[LabNode], scale: float) -> LabNode:
-    """A host beside the nodes, on their Ethernet alone, where jobs are submitted. HolmesError where the file
-    has a node of its name."""
+    """A host on the nodes' Ethernet alone, where jobs are submitted. HolmesError for a node of its name."""
     if LOGIN in {node.name for node in nodes}:
-        raise HolmesError(
-            f"{spec.source}: node {LOGIN!r} has the name of the host from which the lab's launchers start"
-                          " jobs; rename it")
-    nic = _nic(len(nodes), "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)
-    if spec.wan:  # it stands beside the nodes of the first cluster
-        address = crossing.address(0, len(spec.clusters[0].nodes))
-        nic = replace(nic, address=address, bridge=crossing.bridge(0), prefix=crossing.PREFIX)
+        raise HolmesError(f"{spec.source}: node {LOGIN!r} has the name of the host from which the lab's "
+                          "launchers start jobs; rename it")
+    # where each cluster has an Ethernet of its own, beside the nodes of the first one
+    nic = _eth0(spec, len(nodes), scale, 0, len(spec.clusters[0].nodes))
     return LabNode(LOGIN, "", len(nodes), 1, (nic,), 0 if spec.wan else None)
+
+
+def _eth0(spec: SiteSpec, index: int, scale: float, cluster: int, place: int) -> LabNic:
+    """Of the host `index`, which is number `place` of its cluster."""
+    nic = _nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)
+    return replace(nic, address=crossing.address(cluster, place), bridge=crossing.bridge(cluster),
+                   prefix=crossing.PREFIX) if spec.wan else nic
 
 
 def _nic(index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float,
@@ -128,12 +124,10 @@ def _nic(index: int, kind: str, fabric: str, number: int, nominal_bps: int, scal
     net = 77 if ethernet else 100 + number
     high, low = rail, index + 1  # at most 128 nodes
     address, mac = f"10.{net}.{high}.{low}", f"02:48:4d:{net:02x}:{high:02x}:{low:02x}"
-    port, bridge = (f"e{index}", "eth") if ethernet else (f"f{index}" + f"r{rail}" * (rail > 0),
-                                                          f"fab{number}")
-    rate_bps, name, hca = max(1,
-                              round(nominal_bps * scale)), f"{_NAMES.get(kind, kind)}{rail}", f"mlx5_{rail}"
-    return LabNic(name, kind, fabric, address, mac, rate_bps, nominal_bps, port, bridge, number, hca,
-                  rail=rail)
+    port = f"e{index}" if ethernet else f"f{index}" + f"r{rail}" * (rail > 0)
+    bridge, rate_bps = "eth" if ethernet else f"fab{number}", max(1, round(nominal_bps * scale))
+    return LabNic(f"{_NAMES.get(kind, kind)}{rail}", kind, fabric, address, mac, rate_bps, nominal_bps, port,
+                  bridge, number, f"mlx5_{rail}", rail=rail)
 
 
 @dataclass(frozen=True)
@@ -185,8 +179,7 @@ def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
 
 
 def switch_batches(nodes: Sequence[LabNode], inner_pid: dict[str, int]) -> tuple[str, str]:
-    """(ip, tc) batches for the switch: bridges, and a veth into each node (named by its pid as the switch
-    sees it)."""
+    """(ip, tc) batches for the switch: bridges, veths into the nodes (by pids as the switch sees them)."""
     ip, tc = ["link set dev lo up"], []
     for bridge in dict.fromkeys(nic.bridge for node in nodes for nic in node.nics):
         ip.append(f"link add name {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0")

@@ -24,8 +24,7 @@ _GID_TABLE_SIZE = 8
 
 
 def write_tree(root: Path, node: LabNode) -> None:
-    """Write the tree of `node` below `root` (made here), every link up; and ip_addr.json, as `ip -json addr`
-    has it."""
+    """Write the tree of `node` below `root` (made here), every link up; and ip_addr.json (`ip -j addr`)."""
     addresses = []
     for number, nic in enumerate(node.nics, start=2):  # 1 is lo
         address = _ETHERNET_PCI if nic.kind == "ethernet" else f"0000:{_HCA_BUS + nic.rail:02x}:00.0"
@@ -97,10 +96,8 @@ def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
 
 def _rate_text(bps: int) -> str:
     """As the kernel prints it: "200 Gb/sec (4X HDR)"; a rate that no link has is called SDR."""
-    for name, lane in _LANE_GBPS.items():
-        if bps == 4 * lane * 1e9:
-            return f"{bps / 1e9:g} Gb/sec (4X {name})"
-    return f"{bps / 1e9:g} Gb/sec (4X SDR)"
+    name = next((name for name, lane in _LANE_GBPS.items() if bps == 4 * lane * 1e9), "SDR")
+    return f"{bps / 1e9:g} Gb/sec (4X {name})"
 
 
 def _prefix(nic: LabNic) -> int:

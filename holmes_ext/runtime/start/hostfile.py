@@ -14,7 +14,6 @@ import json
 import os
 from pathlib import Path
 
-from holmes_ext.cluster.node_report import short_name
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 
@@ -46,10 +45,10 @@ def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
     """HolmesError when hostfile and cluster.toml cannot be the same nodes (aliases may be meant)."""
     if not hosts:
         return
-    nodes = {short_name(name): name for cluster in spec.clusters for name in cluster.nodes}
-    known = {name: nodes[short_name(name)] for name in hosts if short_name(name) in nodes}
-    counts = f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {len(nodes)} nodes"
-    if len(hosts) > len(nodes):
+    known = {host: name for host in hosts if (name := spec.known_as(host))}
+    count = len(spec.owner)
+    counts = f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {count} nodes"
+    if len(hosts) > count:
         extra = next(name for name in hosts if name not in known)
         way_out = "add it to a cluster's nodes, or take it out of the hostfile"
         raise HolmesError(f"{counts}: host {extra!r} is in no cluster; {way_out}")

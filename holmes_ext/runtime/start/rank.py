@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext import __version__
-from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node, short_name
+from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node
 from holmes_ext.cluster.resolve import (
     apart_by_subnet,
     nccl_remarks,
@@ -23,7 +23,7 @@ from holmes_ext.cluster.resolve import (
     slower_than_declared,
 )
 from holmes_ext.cluster.site import Site
-from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.cluster.spec import SiteSpec, load_spec, short_name
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan

@@ -41,7 +41,7 @@ class CommandLine:
     says of a step, for a model that is known otherwise (fields of Model, and zero). backend: of
     torch.distributed, "" where no flag says it. instances: of the distributed optimizer."""
 
-    sizes: Sizes | None
+    sizes: Sizes | None = None
     model: Model | None = None
     trouble: str = ""
     zero: int = 0

@@ -1,2 +1,1 @@
-"""Only put on PYTHONPATH: Python imports sitecustomize from here at start-up. (A package so that wheels
-contain it.)"""
+"""On PYTHONPATH for Python to import sitecustomize at start-up; a package so that wheels contain it."""

@@ -1,5 +1,4 @@
-"""Imported by Python at start-up where a GPU or its speed is emulated; it chains to the sitecustomize it
-hides."""
+"""Imported by Python at start-up where a GPU or its speed is emulated; runs the one that it hides."""
 
 import importlib.machinery
 import importlib.util
