@@ -134,7 +134,8 @@ def _default(field: dataclasses.Field) -> str:
 def metrics() -> str:
     """What --holmes-metrics tells."""
     return table(("metric", "kind", "labels", "what it is"), (
-        (f"`{name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.help)
+        (f"`{name}`", "counter" if name.endswith("_total") else "gauge",
+         ", ".join(f"`{label}`" for label in one.labels), one.help)
         for name, one in FAMILIES.items()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -62,3 +63,8 @@ def some_of(items: Iterable[object], most: int = 8, separator: str = ", ") -> st
 def why(error: Exception) -> str:
     """What an error says, without its class and number: "No such file or directory"."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def tell_user(line: str) -> None:
+    """A line of holmes's on stderr."""
+    print(f"holmes: {line}", file=sys.stderr, flush=True)

@@ -12,9 +12,9 @@ import torch
 from ranks import seeded
 from torch import nn
 
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of, ticket
+from holmes_ext.runtime.outer.address import JoinAddress, JoinPlace, PortRange, incarnation_of, ticket
 from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
-from holmes_ext.runtime.outer.join import JoinPlace, join
+from holmes_ext.runtime.outer.join import join
 from holmes_ext.runtime.outer.loop import OuterLoop, Record
 from holmes_ext.runtime.outer.peers.links import PeerLinks
 from holmes_ext.runtime.outer.peers.listening import open_port
@@ -51,6 +51,11 @@ def weights_of(model: torch.nn.Module) -> Weights:
     return Weights("all", tensors, [Part(starts[name], value.view(-1)) for name, value in named])
 
 
+def place_at(job: str, port: int, ports: PortRange = PortRange(), token: str = TOKEN) -> JoinPlace:
+    """On loopback. port: the coordinator's."""
+    return JoinPlace(JoinAddress(job, "127.0.0.1", port), Credentials(token), ports)
+
+
 def joined_of(
     model: torch.nn.Module,
     job: str,
@@ -60,10 +65,9 @@ def joined_of(
     ports: PortRange = PortRange(),
     **more: Any,
 ) -> OuterLoop:
-    place = JoinPlace(JoinAddress(job, "127.0.0.1", port), Credentials(TOKEN), ports)
     told = records.append if records is not None else (lambda record: None)
     return join(
-        place,
+        place_at(job, port, ports),
         settings,
         lambda: weights_of(model),
         {},
@@ -122,12 +126,12 @@ class Rank:
 
     def __init__(self, job, port=1, listens=True, token=TOKEN, serve=None):
         self.identity = RankIdentity(job, incarnation_of(f"secret-of-{job}"), 0, f"secret-of-{job}")
-        where = JoinAddress(job, "127.0.0.1", port)
-        listening = open_port(PortRange() if listens else PortRange(None), where, 0)
+        place = place_at(job, port, PortRange() if listens else PortRange(None), token)
+        listening = open_port(place, 0)
         address = address_text("127.0.0.1", listening.getsockname()[1]) if listens else ""
 
         def routes(incoming):
-            return Routes(self.identity, Credentials(token), where, listening, address, incoming)
+            return Routes(self.identity, place, listening, address, incoming)
 
         self.links = PeerLinks(job, routes, serve or (lambda channel, purpose: channel.close()))
 

@@ -21,7 +21,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import check_grid
-from holmes_ext.runtime.groups.pairs import groups_of
+from holmes_ext.runtime.groups.members import groups_of
 
 #: This rank's pair groups: the other's rank -> process group. Filled when the engine sets up its p2p.
 _pairs: dict[int, object] = {}

@@ -1,5 +1,5 @@
 """megatron-core's pipeline send and receive under a plan: every pair of stages on the fastest fabric that the
-two share (runtime/groups/pairs.py), not over the pipeline group, which crosses clusters by Ethernet.
+two share (runtime/groups/members.py), not over the pipeline group, which crosses clusters by Ethernet.
 
 Where edges.py carries the messages of training, its groups (two for each pair) carry those of evaluation too.
 With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world
@@ -19,7 +19,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.pairs import pair_group, pair_groups
+from holmes_ext.runtime.groups.members import pair_group, pair_groups
 
 #: megatron-core's order of unbatched operations, by parity of the pipeline rank: sends meet their receives.
 _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"),

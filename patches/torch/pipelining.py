@@ -3,7 +3,7 @@
     ranks      a mesh's outermost dimension "pp", or groups of every n-th rank: the plan's order puts its
                stages on clusters; where another order of the ranks would keep more inside, one line says so
     messages   schedules send over the pipeline's group, which is on Ethernet once it crosses: each pair of
-               neighbours gets a group of its own on what the two share (runtime/groups/pairs.py)
+               neighbours gets a group of its own on what the two share (runtime/groups/members.py)
     gradients  a stage in DistributedDataParallel waits for its reduction at the end of its last backward:
                before it sends its gradient on, so that the stages reduce one after another, and before the
                rank's other stages. Here it goes on; all is awaited, and scaled, at the end of the schedule
@@ -30,7 +30,7 @@ from holmes_ext.patches.torch.features import PIPELINING
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import check_grid, tell
-from holmes_ext.runtime.groups.pairs import pair_groups
+from holmes_ext.runtime.groups.members import pair_groups
 from holmes_ext.runtime.session import Session
 
 #: pipeline group -> the other's rank -> the pair's group.

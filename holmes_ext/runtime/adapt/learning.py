@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start import restart
 from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect
+from holmes_ext.words import tell_user
 
 #: Steps that are left out at the start, steps of a window.
 FIRST, LENGTH = 2, 2
@@ -111,6 +111,10 @@ class Learning:
 
     def _serve(self) -> None:
         world = self.current.process.world_size
+
+        def propose(reports: list[dict[str, Any] | None]) -> dict[str, Any]:
+            return self.deciding.propose(self.boundary.step, reports)
+
         try:
             store = self._open_store()
             prefix = f"{self.current.round}/adapt/{self._start}"
@@ -118,7 +122,7 @@ class Learning:
             number, first = 0, FIRST
             while True:
                 report = self._measure(first)
-                proposal, verdict = self._vote.round(number, report, self._propose, self._agree)
+                proposal, verdict = self._vote.round(number, report, propose, self._agree)
                 if verdict:
                     self.boundary.settle(number, verdict)
                     if verdict == TAKE and self.current.rank == 0:
@@ -127,10 +131,11 @@ class Learning:
         except Stopped:
             return
         except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
-            if not self.stopped.is_set() and not _store_has_gone(error):
+            from torch.distributed import DistError
+
+            if not self.stopped.is_set() and not isinstance(error, DistError):  # the store goes with the job
                 said = f"rank {self.current.rank}: the plan stays as it is from here on"
-                print(f"holmes: --holmes-adapt: {said} ({type(error).__name__}: {error})", file=sys.stderr,
-                      flush=True)
+                tell_user(f"--holmes-adapt: {said} ({type(error).__name__}: {error})")
 
     def _measure(self, first: int) -> dict[str, Any]:
         """Of LENGTH steps from step `first` on."""
@@ -156,16 +161,6 @@ class Learning:
                                                            os.environ):
             return False
         return self.boundary.agree(number, proposal["at"], change)
-
-    def _propose(self, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
-        return self.deciding.propose(self.boundary.step, reports)
-
-
-def _store_has_gone(error: Exception) -> bool:
-    """With the job."""
-    from torch.distributed import DistError
-
-    return isinstance(error, DistError)
 
 
 # --------------------------------------------------------------------------- of this process
@@ -196,7 +191,7 @@ def _begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api:
         return
     if _Running.key != (sizes, micro_batches):
         if _Running.learning is None:
-            recorder.on_step = _both(recorder.on_step, _on_step)
+            recorder.on_step.append(_on_step)
         else:
             _Running.learning.stop()
         _Running.key, _Running.starts = (sizes, micro_batches), _Running.starts + 1
@@ -205,7 +200,7 @@ def _begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api:
         recorder.on_gpu(network_api == VERBS)
         _Running.learning = Learning(
             current, sizes, network_api, describe(), recorder,
-            lambda: connect(current.process, STORE_S), _say,
+            lambda: connect(current.process, STORE_S), tell_user,
             recorder.on_round or (lambda document: None), _Running.starts,
         )
     assert _Running.learning is not None
@@ -243,16 +238,3 @@ def stop() -> None:
 def _on_step(*step: Any) -> None:
     if _Running.learning is not None:
         _Running.learning.on_step(*step)
-
-
-def _both(first: Callable[..., None] | None, second: Callable[..., None]) -> Callable[..., None]:
-    def call(*step: Any) -> None:
-        if first is not None:
-            first(*step)
-        second(*step)
-
-    return call
-
-
-def _say(text: str) -> None:
-    print(f"holmes: {text}", file=sys.stderr, flush=True)

@@ -98,10 +98,11 @@ class Vote:
         """(proposal, verdict) of one round; "" where nothing was proposed. propose(figures of the ranks that
         answered): rank 0's, {"at": step or 0, ...}; agree: whether this rank can. Stopped when the job
         ends."""
-        self._put(number, "figures", figures)
+        put_in(self.store, self._key(number, "figures"), json.dumps(figures).encode(), 1, self.world)
         if self.rank == 0:
-            answers = self._all(number, "figures")
-            proposal = propose([json.loads(answer) for answer in answers])
+            key = self._key(number, "figures")
+            self._await(f"{key}/all", time.monotonic() + self.patience_s)
+            proposal = propose([json.loads(answer) for answer in gathered(self.store, key, 0.1)])
             self.store.set(self._key(number, "proposal"), json.dumps(proposal))
             self._tidy(number)
         else:
@@ -124,15 +125,6 @@ class Vote:
 
     def _key(self, number: int, what: str) -> str:
         return f"{self.prefix}/{number}/{what}"
-
-    def _put(self, number: int, what: str, value: Any) -> None:
-        put_in(self.store, self._key(number, what), json.dumps(value).encode(), 1, self.world)
-
-    def _all(self, number: int, what: str) -> list[bytes]:
-        """What the ranks have put, as soon as all have, or after patience_s."""
-        key = self._key(number, what)
-        self._await(f"{key}/all", time.monotonic() + self.patience_s)
-        return gathered(self.store, key, 0.1)
 
     def _await(self, key: str, until: float = inf) -> bytes:
         """What stands under `key` as soon as it does; empty where nothing does at `until`."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Literal
 
@@ -16,6 +15,7 @@ from holmes_ext.plan.decide import straddling
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.refusal import told_once
+from holmes_ext.words import tell_user
 
 _told: set[str] = set()
 
@@ -71,5 +71,5 @@ def tell(current: Session, text: str, once: str | Literal[True] = "") -> None:
     """On rank 0; a text about `once` (True: the same text) only the first time in this process."""
     about = text if once is True else once
     if text and current.rank == 0 and about not in _told:
-        print(f"holmes: {text}", file=sys.stderr, flush=True)
+        tell_user(text)
         _told.update(filter(None, [about]))

@@ -25,7 +25,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.pairs import pair_group
+from holmes_ext.runtime.groups.members import pair_group
 from holmes_ext.runtime.groups.receive_order import Early, Flight, ListedEarly
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
 from holmes_ext.runtime.watch import failure

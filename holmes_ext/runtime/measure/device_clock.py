@@ -26,42 +26,24 @@ class DeviceClock:
     """Marks on the current CUDA stream, in seconds of `clock`; from any thread of one device."""
 
     def __init__(self, clock: Callable[[], float]):
-        self.clock = clock
+        import torch
+
+        self.clock, self._cuda = clock, torch.cuda
+        #: Whether what is launched now goes into a CUDA graph instead: events cannot be asked there.
+        self.capturing = torch.cuda.is_current_stream_capturing
         self._free: list[Any] = []
         self._base: Mark | None = None  # what elapsed times are counted from
         self._base_s = 0.0  # its time
         self._next: Mark | None = None  # the next base, once it is over
         self._compute: Any = None  # the stream on which steps end
 
-    def capturing(self) -> bool:
-        """Whether what is launched now goes into a CUDA graph instead: events cannot be asked there."""
-        import torch
-
-        return torch.cuda.is_current_stream_capturing()
-
-    def _stream(self) -> Any:
-        import torch
-
-        return torch.cuda.current_stream()
-
-    def allocated(self) -> int:
-        """Bytes of the GPU's memory that tensors take."""
-        import torch
-
-        return torch.cuda.memory_allocated()
-
-    def _event(self) -> Any:
-        import torch
-
-        return torch.cuda.Event(enable_timing=True)
-
     def mark(self) -> Mark:
         """Here on the current stream."""
         try:
             event = self._free.pop()
         except IndexError:
-            event = self._event()
-        stream = self._stream()
+            event = self._cuda.Event(enable_timing=True)
+        stream = self._cuda.current_stream()
         event.record(stream)
         mark = Mark(event, stream, self.clock())
         if self._base is None:
@@ -94,7 +76,7 @@ class DeviceClock:
         """Count from about here on, on the compute stream."""
         if self._base is None or self.capturing():
             return
-        self._compute = self._stream()
+        self._compute = self._cuda.current_stream()
         if self._next is not None and self.over(self._next):
             at, old = self.time_of(self._next), self._base
             self._base, self._base_s, self._next = self._next, at, None

@@ -30,7 +30,6 @@ class OnDevice:
         self._recorder, self._clock = recorder, clock
         self._polling = threading.RLock()
         self.captures, self.step_done, self.mark = clock.capturing, clock.step_done, clock.mark
-        self.allocated = clock.allocated
 
     def timed(self, spans: list[tuple[str, Any, Any]]) -> tuple[list[tuple[str, float, float]], list[Any]]:
         """(those that the GPU has come by, in seconds; the others). Spans in seconds are as they are."""

@@ -16,7 +16,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.measure import probe
 from holmes_ext.runtime.measure.profiler import Label, Profiler
 from holmes_ext.runtime.start.store import awaited, gathered, put_in
-from holmes_ext.words import some_of
+from holmes_ext.words import some_of, tell_user
 
 #: How long rank 0 waits for the others' reports.
 _COLLECT_SECONDS = 120.0
@@ -80,7 +80,7 @@ def write(current: session.Session, reports: list[dict[str, Any]], path: str) ->
     text = f"{path}: the profile of {profile.steps} steps, {profile.step_s:.4g} s each"
     if not current.options.profile_stops:
         text += f"; `holmes plan --profile {path} --partition balanced` uses it"
-    print(f"holmes: {text}", file=sys.stderr, flush=True)
+    tell_user(text)
 
 
 def merge(current: session.Session, reports: list[dict[str, Any]]) -> Profile:

@@ -39,14 +39,16 @@ _KEPT = 50
 
 
 class Recorder:
-    """Operations under way and those finished since the last step; called from any thread. on_step(step,
-    begin, end, tokens, operations, spans, reduction): of every step; None: for the watchdog only."""
+    """Operations under way and those finished since the last step; called from any thread. on_step: what is
+    called of every step with (step, begin, end, tokens, operations, spans, reduction); none of them: for the
+    watchdog only."""
 
     def __init__(
         self, rank: int, sizes: Sizes | None, on_step: Callable[..., None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
-        self.rank, self.sizes, self.on_step, self.clock = rank, sizes, on_step, clock
+        self.rank, self.sizes, self.clock = rank, sizes, clock
+        self.on_step = [on_step] if on_step is not None else []
         self.on_round: Callable[[dict[str, Any]], None] | None = None  # told of rounds with other jobs
         self.device = OnDevice(self, DeviceClock(clock))
         self.groups: dict[int, GroupTraffic] = {}
@@ -75,7 +77,7 @@ class Recorder:
     @property
     def keeps(self) -> bool:
         """Whether anybody wants what is over."""
-        return self.on_step is not None
+        return bool(self.on_step)
 
     # Operations
 
@@ -206,7 +208,9 @@ class Recorder:
         """(now, bytes of the GPU's memory in use), on the GPU where spans are the GPU's."""
         if not self.spans_on_device or self.device.captures():
             return self.clock(), 0
-        return self.device.mark(), self.device.allocated()
+        import torch
+
+        return self.device.mark(), torch.cuda.memory_allocated()
 
     # Steps
 
@@ -234,10 +238,11 @@ class Recorder:
             self.durations.append(now - self.began)
         self.poll()
         self.device.step_done()
-        if self.on_step is not None:
+        if self.on_step:
             done, self.done = self.done, []
             spans, self.spans = self.device.timed(self.spans)
-            self.on_step(self.step, self.began, now, tokens, done, spans, self.reduction)
+            for told in self.on_step:
+                told(self.step, self.began, now, tokens, done, spans, self.reduction)
             self.behind = list(self.open.values())
         self.reduction = None
         self.step += 1

@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.runtime.session import Session
 from holmes_ext.units import union_s
+from holmes_ext.words import tell_user
 
 VERSION = 1
 #: Bytes of one rank's file; from half of it on no more steps are traced.
@@ -121,7 +121,7 @@ class Writer:
                 self.written, data = self.written + count, data[count:]
         except OSError as error:
             message = f"telemetry of rank {self.recorder.rank} ends here ({error.strerror}); training goes on"
-            print(f"holmes: {self.path}: {message}", file=sys.stderr, flush=True)
+            tell_user(f"{self.path}: {message}")
             os.close(self._file)
             self._file = -1
 
@@ -180,8 +180,7 @@ class Writer:
 
 
 def open_writer(
-    current: Session, run: str, recorder: Recorder,
-    take: Callable[[dict[str, Any]], None] = lambda document: None
+    current: Session, run: str, recorder: Recorder, take: Callable[[dict[str, Any]], None]
 ) -> Writer:
     """This rank's, in the folder `run` of --holmes-telemetry ("": take(document) alone); OSError: no file."""
     site, node, sizes, scale = current.site, current.node, current.plan.sizes, lab_scale(os.environ)
@@ -206,7 +205,8 @@ def open_writer(
                          folder / "tensorboard") if run and current.rank == 0 else lambda: None
     path = folder / f"rank{current.rank}.jsonl" if run else None
     writer = Writer(path, head, recorder, cluster_of, make_board, take=take)
-    recorder.on_step, recorder.on_round = writer.on_step, writer.put
+    recorder.on_step.append(writer.on_step)
+    recorder.on_round = writer.put
     return writer
 
 

@@ -14,9 +14,13 @@ import hmac
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.sockets.addresses import split_address
+from holmes_ext.runtime.sockets.channel import Channel
+from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.sockets.handshake import Credentials, call
 
 #: Where `holmes join serve` listens when nothing else is said.
 PORT = 29600
@@ -46,6 +50,19 @@ class PortRange:
         """The port that others call for one that is listened on."""
         assert self.ports is not None
         return self.port + port - self.ports[0] if self.port else port
+
+
+@dataclass(frozen=True)
+class JoinPlace:
+    """Where a job joins, with what credentials, and where its ranks listen."""
+
+    address: JoinAddress
+    credentials: Credentials
+    ports: PortRange = PortRange()
+
+    def call(self, purpose: Mapping[str, Any], deadline: Deadline) -> Channel:
+        """A channel to the coordinator. OSError; Refused: it says no."""
+        return call(self.address.host, self.address.port, self.credentials, purpose, deadline)
 
 
 def is_name(text: str) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.options import Options
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of, port_range
+from holmes_ext.runtime.outer.address import JoinAddress, JoinPlace, incarnation_of, port_range
 from holmes_ext.runtime.outer.coordinator.client import CoordinatorClient
 from holmes_ext.runtime.outer.loop import OuterLoop, Record
 from holmes_ext.runtime.outer.peers.links import PeerLinks
@@ -27,8 +26,7 @@ from holmes_ext.runtime.outer.rounds.coordinator_link import CoordinatorLink
 from holmes_ext.runtime.outer.rounds.rolling_runner import RollingRunner
 from holmes_ext.runtime.outer.rounds.round_runner import RoundRunner
 from holmes_ext.runtime.outer.settings import OuterSettings
-from holmes_ext.runtime.outer.shards.job_ranks import JobRanks, Replicas
-from holmes_ext.runtime.outer.shards.matrices import gather_cut_matrices
+from holmes_ext.runtime.outer.shards.job_ranks import JobRanks, Replicas, gather_cut_matrices
 from holmes_ext.runtime.outer.shards.ownership import RankRange, any_cut, fragment_cuts, owners
 from holmes_ext.runtime.outer.shards.state import OuterState
 from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights, row_of
@@ -39,15 +37,6 @@ PARALLEL = "a job can join if its weights are replicated or sharded over whole d
 #: Of the job's own control group: rounds have deadlines of their own, and a rank that dies closes its
 #: connections.
 _CONTROL = timedelta(days=1)
-
-
-@dataclass(frozen=True)
-class JoinPlace:
-    """Where a job joins, with what credentials, and where its ranks listen."""
-
-    address: JoinAddress
-    credentials: Credentials
-    ports: PortRange = PortRange()
 
 
 def place_of(address: JoinAddress, token: str, options: Options) -> JoinPlace:
@@ -112,15 +101,7 @@ def join(
             "min": settings.min,
             "timeout": settings.timeout,
         }
-        where = place.address
-        client = CoordinatorClient(
-            job,
-            where.host,
-            where.port,
-            place.credentials,
-            lambda: {**fixed, **rounds.hello()},
-            secret,
-        )
+        client = CoordinatorClient(place, lambda: {**fixed, **rounds.hello()}, secret)
     coordinator = CoordinatorLink(client, job_ranks, settings.timeout)
     rolling = settings.rounds == "async"
     runner = RollingRunner if rolling else RoundRunner
@@ -139,11 +120,11 @@ def join(
 
 def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerLinks:
     """HolmesError when this rank cannot listen."""
-    listening = open_port(place.ports, place.address, identity.rank)
-    address = told_address(place.ports, listening, place.address, place.credentials, identity)
+    listening = open_port(place, identity.rank)
+    address = told_address(place, listening, identity)
 
     def open_routes(incoming: Callable[..., None]) -> Routes:
-        return Routes(identity, place.credentials, place.address, listening, address, incoming)
+        return Routes(identity, place, listening, address, incoming)
 
     return PeerLinks(identity.job, open_routes, Giver(state).give)
 

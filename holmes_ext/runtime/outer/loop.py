@@ -11,7 +11,8 @@ in the same step; the end of a round is the same on all of them (round_runner.py
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -133,11 +134,12 @@ class OuterLoop:
         self.number += outcome.round - in_flight.number
         self.period = outcome.period or self.period
         left_out = self.rounds.job in outcome.left_out
+        pending = [step.number for step in self.state.fragments[fragment].pending]
         if outcome.verdict == "taken":
             for index in outcome.fragments:
                 self._write(index, None)
                 self._carried.pop(index, None)
-        elif outcome.verdict == "commit" and self._is_pending(in_flight):
+        elif outcome.verdict == "commit" and in_flight.number in pending:
             self.state.apply(self.state.fragments[fragment])
             # The steps of a job that is left out count for nothing.
             follow = (
@@ -160,31 +162,28 @@ class OuterLoop:
     def new_period(self) -> None:
         self.in_period, self._begun = 0, time.monotonic()
 
-    def _is_pending(self, in_flight: InFlight) -> bool:
-        pending = self.state.fragments[in_flight.fragment].pending
-        return any(step.number == in_flight.number for step in pending)
-
     def _result_of(self, in_flight: InFlight) -> RoundResult:
         """Every wait of a round ends (round_runner.py); what its thread raised is raised here."""
-        while not in_flight.ended.wait(_LOOK_S):
+        while not wait([in_flight.ended], _LOOK_S).done:
             if not self.rounds.running:
                 raise HolmesError("--holmes-join: the thread of the rounds has ended before its round")
-        return in_flight.result()
+        return in_flight.ended.result()
 
     def _write(self, index: int, sent: list[Part] | None, follow: bool = True) -> None:
         """The local weights of a fragment from its anchor; follow: whatever they were."""
-        fragment = self.state.fragments[index]
-        for anchor in self.replicas.gather(fragment, fragment.anchor):
-            for local in self.weights.held(anchor.start, anchor.stop):
-                wanted = anchor.values[local.start - anchor.start : local.stop - anchor.start]
-                wanted = wanted.to(local.values.device)
-                if sent is not None or not follow:
-                    before = (
-                        None if sent is None else _cut(sent, local.start, local.stop).to(local.values.device)
-                    )
-                    wanted = self.algorithm.mixed(local.values.float(), before, wanted)
-                local.values.copy_(wanted)
+        for local, anchor in self._gathered(index, self.state.fragments[index].anchor):
+            if sent is not None or not follow:
+                before = None if sent is None else _cut(sent, local.start, local.stop).to(anchor.device)
+                anchor = self.algorithm.mixed(local.values.float(), before, anchor)
+            local.values.copy_(anchor)
         self._written()
+
+    def _gathered(self, index: int, mine: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Local weights of a fragment, and what stands at their places in `mine` and its replicas' parts."""
+        for part in self.replicas.gather(self.state.fragments[index], mine):
+            for local in self.weights.held(part.start, part.stop):
+                there = part.values[local.start - part.start : local.stop - part.start]
+                yield local, there.to(local.values.device)
 
     def _wanted_period(self) -> int:
         """Steps until the next fragment; 0: as ever. What rank 0 says goes (round_runner.py)."""
@@ -197,8 +196,9 @@ class OuterLoop:
     # Checkpoints, beginning and end
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, texts, lists, dicts. What travels is waited for and comes with it, not
-        applied."""
+        """Tensors, numbers, texts, lists, dicts. What travels is waited for and comes with it, not applied;
+        with rounds=async it is still in the local weights, and captured again."""
+        sync = self.settings.rounds == "sync"
         return sealed(
             {
                 "number": self.number,
@@ -207,8 +207,8 @@ class OuterLoop:
                 "in_period": self.in_period,
                 "tokens": self._tokens,
                 "carried": {str(index): gradient for index, gradient in self._carried.items()},
-                "submitted": self._saved_submitted(),
-                "state": self.state.to_dict(pending=self.settings.rounds == "sync"),
+                "submitted": self._saved_submitted() if sync else [],
+                "state": self.state.to_dict(pending=sync),
             }
         )
 
@@ -246,7 +246,7 @@ class OuterLoop:
             in_flight = InFlight(
                 sent["number"], sent["fragment"], sent["gradient"], sent["base"], 0.0, sent["step"]
             )
-            in_flight.end(RoundResult(**sent["outcome"]))
+            in_flight.ended.set_result(RoundResult(**sent["outcome"]))
             parts = sent["parts"] and [Part(start, values) for start, values in sent["parts"]]
             self._submitted[in_flight.fragment] = _Sent(in_flight, parts)
 

@@ -88,8 +88,10 @@ class RollingLoop(OuterLoop):
                 self._submitted.pop(index, None)
             if left_out:
                 self._follow(index)
-            else:
-                self._add(index, move)
+                return
+            for local, here in self._gathered(index, move):
+                local.values.add_(here)
+            self._written()
         elif result.verdict == "taken":
             for index in result.fragments:
                 self.state.apply(self.state.fragments[index])
@@ -102,15 +104,3 @@ class RollingLoop(OuterLoop):
         """The local weights are the anchor's; what was submitted of them counts for nothing."""
         self._submitted.pop(index, None)
         self._write(index, None)
-
-    def _add(self, index: int, move: torch.Tensor) -> None:
-        fragment = self.state.fragments[index]
-        for part in self.replicas.gather(fragment, move):
-            for local in self.weights.held(part.start, part.stop):
-                wanted = part.values[local.start - part.start : local.stop - part.start]
-                local.values.add_(wanted.to(local.values.device))
-        self._written()
-
-    def _saved_submitted(self) -> list[dict[str, Any]]:
-        """What no round has had yet is still in the local weights, and captured again."""
-        return []

@@ -8,6 +8,7 @@ once, one after the other. A fragment's pseudo-gradient leaves `delay` steps bef
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -25,16 +26,17 @@ _CHOICES = {
     "weight": ("tokens", "equal"),
     "rounds": ("sync", "async"),
 }
-#: Least, most (None: open) of each number.
-_BOUNDS: dict[str, tuple[float, float | None]] = {
+_OPEN = 1e12
+#: Least, most of each number.
+_BOUNDS: dict[str, tuple[float, float]] = {
     "fragments": (1, MOST_FRAGMENTS),
-    "delay": (0, None),
+    "delay": (0, _OPEN),
     "lr": (1e-6, 100),
     "momentum": (0, 0.9999),
-    "clip": (0, None),
+    "clip": (0, _OPEN),
     "min": (1, 64),
     "timeout": (1, 86400),
-    "limit": (0, None),
+    "limit": (0, _OPEN),
     "trim": (1, 31),
     "grace": (0, 86400),
     "topk": (4, 2048),
@@ -83,56 +85,48 @@ class OuterSettings:
     topk: int = 88
 
     def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise HolmesError(f"--holmes-outer: {problem}")
+
+    def _problems(self) -> Iterator[str]:
+        """Each is looked for where those before it are none."""
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise HolmesError(
-                    f"--holmes-outer: {name}={getattr(self, name)!r} is not one of {', '.join(known)}"
-                )
+            if (choice := getattr(self, name)) not in known:
+                yield f"{name}={choice!r} is not one of {', '.join(known)}"
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and not least <= value <= (most if most is not None else 1e12):
-                upto = f" to {most:g}" if most is not None else " or more"
-                raise HolmesError(f"--holmes-outer: {name}={value:g} is not {least:g}{upto}")
+            if value is not None and not least <= value <= most:
+                upto = f" to {most:g}" if most < _OPEN else " or more"
+                yield f"{name}={value:g} is not {least:g}{upto}"
         if (self.every > 0) == (self.seconds > 0):
-            raise HolmesError(
-                f"--holmes-outer: every={self.every or self.seconds:g} is not above 0; write steps (every=32)"
-                " or seconds (every=60s)"
-            )
+            given = f"every={self.every or self.seconds:g}"
+            yield f"{given} is not above 0; write steps (every=32) or seconds (every=60s)"
         if self.every % self.fragments:
-            raise HolmesError(
-                f"--holmes-outer: every={self.every} is not divisible by fragments={self.fragments}: each"
-                " fragment is exchanged"
-                f" once in that many steps; {self._nearest()}"
-            )
-        if self.every and ALGORITHMS[self.algorithm].one_at_a_time and self.delay >= self.period:
-            raise HolmesError(
-                f"--holmes-outer: delay={self.delay} must be less than every / fragments = {self.period} "
-                f"steps: a fragment's sum is applied before the next one leaves"
-            )
+            down = self.every // self.fragments * self.fragments
+            yield (f"every={self.every} is not divisible by fragments={self.fragments}: each fragment is "
+                   f"exchanged once in that many steps; write every={down or self.fragments} or "
+                   f"every={down + self.fragments}")
+        algorithm = ALGORITHMS[self.algorithm]
+        if self.every and algorithm.one_at_a_time and self.delay >= self.period:
+            yield (f"delay={self.delay} must be less than every / fragments = {self.period} steps: a "
+                   "fragment's sum is applied before the next one leaves")
         if self.mix != "keep":
             try:
                 fits = 0 <= float(self.mix) <= 1
             except ValueError:
                 fits = False
             if not fits:
-                raise HolmesError(f"--holmes-outer: mix={self.mix!r} is neither keep nor a share from 0 to 1")
-
-        if self.rounds == "async" and (self.seconds or self.mix != "keep" or not self._is_async_able):
-            raise HolmesError(
-                "--holmes-outer: rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
-            )
+                yield f"mix={self.mix!r} is neither keep nor a share from 0 to 1"
+        if self.rounds == "async" and (self.seconds or self.mix != "keep" or not algorithm.keeps_progress):
+            yield "rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
         if self.topk % 4:
-            raise HolmesError(f"--holmes-outer: topk={self.topk} is not divisible by 4")
+            yield f"topk={self.topk} is not divisible by 4"
         if self.compress == "topk" and self.aggregate in ("median", "trimmed"):
-            raise HolmesError(
-                f"--holmes-outer: compress=topk with aggregate={self.aggregate}: most elements would be 0; "
-                f"give aggregate=geometric, clipping, flag or mean"
-            )
+            yield (f"compress=topk with aggregate={self.aggregate}: most elements would be 0; give "
+                   "aggregate=geometric, clipping, flag or mean")
         k, slash, parts = self.part.partition("/")
         if not (slash and k.isdecimal() and parts.isdecimal() and int(k) < int(parts) <= 64):
-            raise HolmesError(
-                f"--holmes-outer: part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
-            )
+            yield f"part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
 
     @property
     def rounds_by_blocks(self) -> bool:
@@ -140,18 +134,10 @@ class OuterSettings:
         return self.compress in ("int8", "2bit", "topk")
 
     @property
-    def _is_async_able(self) -> bool:
-        return ALGORITHMS[self.algorithm].keeps_progress
-
-    @property
     def data_part(self) -> tuple[int, int]:
         """(k, K)."""
         k, _, parts = self.part.partition("/")
         return int(k), int(parts)
-
-    def _nearest(self) -> str:
-        down = self.every // self.fragments * self.fragments
-        return f"write every={down or self.fragments} or every={down + self.fragments}"
 
     @property
     def period(self) -> int:

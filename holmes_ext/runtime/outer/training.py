@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from holmes_ext.runtime.outer.address import JoinAddress, parse_address, port_ra
 from holmes_ext.runtime.outer.settings import OuterSettings, apart_settings, parse_outer
 from holmes_ext.runtime.outer.token import token_from, warning_of
 from holmes_ext.runtime.sockets.addresses import address_text, is_loopback
+from holmes_ext.words import tell_user
 
 if TYPE_CHECKING:
     from holmes_ext.runtime.outer.loop import OuterLoop, Record
@@ -284,4 +284,4 @@ def _report(record: Record) -> None:
 
 def _say(joined: OuterLoop, text: str) -> None:
     if joined.rounds.job_ranks.rank == 0:
-        print(f"holmes: {text}", file=sys.stderr, flush=True)
+        tell_user(text)

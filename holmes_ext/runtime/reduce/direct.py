@@ -59,7 +59,7 @@ class DirectExchange:
             for owner in self._others(owners):
                 self.post(works, dist.isend, self._encode(parts[owners.index(owner)], tag, residuals), owner,
                           tag)
-        _wait(works)
+        wait_for(works)
         for mine, received, owners in copies:
             codec = self._codec_of(mine)
             total, *others = (mine if o == self._rank else codec.decode(received[o], mine) for o in owners)
@@ -82,7 +82,7 @@ class DirectExchange:
             arriving.append((mine, wire))  # what all others will have
             for owner in self._others(owners):
                 self.post(works, dist.isend, wire, owner, tag)
-        _wait(works)
+        wait_for(works)
         for part, wire in arriving:
             if wire is not part:
                 part.copy_(self._codec_of(part).decode(wire, part))
@@ -121,6 +121,7 @@ class DirectExchange:
             works.append((start(share, peer, group=group, tag=tag), share))
 
 
-def _wait(works: Sequence[Any]) -> None:
+def wait_for(works: Sequence[Any]) -> None:
+    """What post() has noted."""
     for work, _ in works:  # the buffer is kept alive until then
         work.wait()

@@ -24,8 +24,6 @@ import torch.distributed as dist
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
-from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce import flat_bucket
@@ -95,12 +93,13 @@ class GradientReducer:
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [Item.of(name, parameter, communication_dtype) for name, parameter in named]
         device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
-        self.fabric = fabric or _planned_fabric(group, device_type)
-        self._sum = GroupSum(group, size, device_type, compress, all_reduce, bucket_bytes, self._parameters)
+        self._sum = GroupSum(group, size, device_type, compress, all_reduce, bucket_bytes, self._parameters,
+                             fabric)
+        self.fabric = self._sum.fabric
         self._side = SideStream() if device_type == "cuda" else None
         self._all_owners = owners if all_reduce is None else None
         self._to_owners: ReduceToOwners | None = None
-        self.bucket_bytes = self._sum.bucket_bytes(self.fabric)
+        self.bucket_bytes = self._sum.bucket_bytes()
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
         self.times: ReductionTimes | None = None
@@ -180,7 +179,7 @@ class GradientReducer:
     def _begin_step(self) -> None:
         """Where the plan was decided again of what the job measured, on all ranks at this step."""
         if self._sum.follow():
-            self.bucket_bytes = self._sum.bucket_bytes(self.fabric)
+            self.bucket_bytes = self._sum.bucket_bytes()
             self._build(self._order)
 
     def finish(self) -> ReductionTimes:
@@ -313,8 +312,3 @@ class GradientReducer:
             what = (f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step "
                     f"{self._step}")
             raise HolmesError(describe_failure(what, self.ranks, self.fabric, str(error))) from error
-
-
-def _planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:
-    current = session.active()
-    return current.fabric_of(group_ranks(group), backend_of(group, device_type)) if current else None

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.plan.cost.across import CrossClusterAlgorithm
-from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
+from holmes_ext.runtime.reduce.direct import DirectExchange, Parts, wait_for
 
 #: Tags: of a tree's ways, and of a ring's rounds from _UP on.
 _UP, _DOWN = 10, 11
@@ -90,13 +90,11 @@ class Relay:
     def turn(self, turn: int, passage: Passage) -> None:
         """One round of a chunk; after the last one all has left and come."""
         for works, wire, mine, added in passage.arriving[turn]:
-            for work, _ in works:
-                work.wait()
+            wait_for(works)
             if added:
                 mine.add_(wire)
         for parts, owners in passage.owned:
             for cluster, number, tag in self.rounds[turn].sends:
                 self._exchange.post(passage.sent, dist.isend, parts[number], owners[cluster], tag)
         if turn == len(self.rounds) - 1:
-            for work, _ in passage.sent:
-                work.wait()
+            wait_for(passage.sent)

@@ -77,11 +77,12 @@ def two_level_of(ranks: Sequence[int], reduction: Reduction, network_api: str,
 
 class GroupSum:
     """The plan's way to sum `size` bytes in a group, and what carries it out; both follow() the plan.
-    all_reduce: the caller's own instead; bucket_bytes: the user's; weights: whose gradients they are.
-    Collective."""
+    all_reduce: the caller's own instead; bucket_bytes: the user's; weights: whose gradients they are;
+    fabric: the group's, None: the plan's. Collective."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, device_type: str, compress: str | None,
-                 all_reduce: Callable[[Any], Any] | None, bucket_bytes: int | None, weights: Sequence[Any]):
+                 all_reduce: Callable[[Any], Any] | None, bucket_bytes: int | None, weights: Sequence[Any],
+                 fabric: Fabric | None = None):
         self.group, self.size, self.device_type, self._own = group, size, device_type, all_reduce
         self.ranks, self._given = tuple(dist.get_process_group_ranks(group)), bucket_bytes
         self.backend = backend_of(group, device_type)
@@ -89,6 +90,7 @@ class GroupSum:
         self._made: dict[Reduction | None, TwoLevel | None] = {}
         reduction = None if all_reduce else planned(group, size, compress, device_type)
         current = session.active()
+        self.fabric = fabric or (current.fabric_of(self.ranks, self.backend) if current else None)
         self.apart = Apart(weights, apart_settings(current.options) if current and reduction else None)
         self._cluster: Callable[[Any], Any] | None = None
         self._go(reduction, alike=False)
@@ -137,8 +139,8 @@ class GroupSum:
                                why_not_apart=self.apart.why_not() if self.apart.settings else "",
                                round_s=self.apart.seconds)
 
-    def bucket_bytes(self, fabric: Fabric | None) -> int:
-        """As the user or the plan says; else by the group's `fabric`."""
+    def bucket_bytes(self) -> int:
+        """As the user or the plan says; else by the group's fabric."""
         if self._given is not None:
             if not isinstance(self._given, int) or self._given < 1:
                 way_out = "give a number of bytes above 0, or None"
@@ -148,7 +150,9 @@ class GroupSum:
             return self.reduction.chunk_bytes if self.two_level is not None else self.reduction.bucket_bytes
         if isinstance(self.all_reduce, TwoLevel):  # the caller's own
             return self.all_reduce.chunk_bytes
-        return bucket_bytes_of(fabric, len(self.ranks), self.size) if fabric else flat_bucket.DEFAULT_BYTES
+        if self.fabric is None:
+            return flat_bucket.DEFAULT_BYTES
+        return bucket_bytes_of(self.fabric, len(self.ranks), self.size)
 
     def close(self) -> None:
         """End the threads that it started."""

@@ -23,9 +23,11 @@ inside never are.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,12 +56,13 @@ class Shard:
 
 def shards(numel: int, clusters: Sequence[Sequence[int]]) -> list[Shard]:
     """A chunk of `numel` elements, cut wherever the owner changes in some cluster."""
-    cuts = sorted({cut for members in clusters for cut in _cuts(numel, len(members))})
-    result = []
-    for start, stop in zip(cuts, cuts[1:]):
-        owners = tuple(members[_owner(start, _cuts(numel, len(members)))] for members in clusters)
-        result.append(Shard(start, stop, owners))
-    return result
+    cuts_of = [_cuts(numel, len(members)) for members in clusters]
+    edges = sorted({cut for cuts in cuts_of for cut in cuts})
+    return [
+        Shard(start, stop, tuple(members[bisect_right(cuts, start) - 1]
+                                 for members, cuts in zip(clusters, cuts_of)))
+        for start, stop in pairwise(edges)
+    ]  # fmt: skip
 
 
 def _cuts(numel: int, parts: int) -> list[int]:
@@ -69,10 +72,6 @@ def _cuts(numel: int, parts: int) -> list[int]:
 def _split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
     cuts = _cuts(tensor.numel(), parts)
     return [tensor[start:stop] for start, stop in zip(cuts, cuts[1:])]
-
-
-def _owner(position: int, cuts: list[int]) -> int:
-    return next(k for k in range(len(cuts) - 1) if cuts[k] <= position < cuts[k + 1])
 
 
 class TwoLevelAllReduce:

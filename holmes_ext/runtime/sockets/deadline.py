@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from holmes_ext.errors import HolmesError
 
 #: Slowest rate at which somebody of whom nothing is known may send, or take: bytes/s.
 FLOOR_BYTES_PER_S = 64_000
@@ -28,10 +34,6 @@ class Deadline:
         """Seconds, never below 0."""
         return max(0.0, self._end - time.monotonic())
 
-    def left_plus(self, longer_s: float) -> float:
-        """Seconds of a deadline that is so much later, never below 0."""
-        return max(0.0, self._end + longer_s - time.monotonic())
-
     @property
     def passed(self) -> bool:
         return self.left == 0
@@ -53,3 +55,22 @@ class Deadline:
     def part(self, seconds: float, what: str) -> Deadline:
         """Of a part of this operation: `seconds` at most, and never longer than the whole."""
         return Deadline(min(seconds, self.left), what)
+
+
+def within(seconds: float, late: str, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), or HolmesError `late` after so many seconds, an end for what has
+    none (torch's store waits for ever for a server that is silent); its thread is left where it hangs."""
+    outcome: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function(*args))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=call, name=f"holmes-{function.__name__}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome.done():
+        raise HolmesError(late)
+    return outcome.result()

@@ -69,7 +69,7 @@ def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decid
     """The verdict on all ranks' reports, which hold at least node, identity, local_rank, `agreed` (a flat
     dict, the same everywhere) and, from local rank 0, `nics_of_node`; or only `error`. HolmesError on rank 0,
     RemoteError elsewhere."""
-    limit = Deadline(timeout_s)
+    limit = Deadline(timeout_s if process.rank == 0 else timeout_s + _LONGER_SECONDS)
     said = json.dumps({**report, "rank": process.rank}, separators=(",", ":")).encode()
     if process.local_world_size < 2:
         return _spoken(store, process, [said], decide, limit)
@@ -93,7 +93,7 @@ def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decid
 
 def _learned(process: Process, speaker: socket.socket, limit: Deadline) -> Verdict:
     """From the one that spoke for this rank too."""
-    said, document = told(speaker, limit.left_plus(_LONGER_SECONDS))
+    said, document = told(speaker, limit.left)
     if not said:
         who = f"rank {process.rank - process.local_rank}"
         raise HolmesError(
@@ -145,7 +145,7 @@ def _await_verdict(store: Any, process: Process, reports: list[bytes],
                    limit: Deadline) -> tuple[str, bytes] | None:
     """Report in the round that is under way, or the next: its prefix and verdict; None when none came."""
     packed = _pack(reports)
-    while (left := limit.left_plus(_LONGER_SECONDS)) > 0 and (number := awaited(store, _ROUND, left)):
+    while (left := limit.left) > 0 and (number := awaited(store, _ROUND, left)):
         prefix = f"holmes/{int(number)}"
         key = f"{prefix}/verdict"
         if store.check([key]):

@@ -19,11 +19,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-import socketserver
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +34,9 @@ from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import NETWORK_APIS
+from holmes_ext.runtime.sockets.addresses import listen
 from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.sockets.listener import Guest, Listener
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import Finding, decide
 from holmes_ext.runtime.start.store import awaited, gathered, put_in
@@ -46,7 +45,8 @@ from holmes_ext.runtime.start.store import awaited, gathered, put_in
 #: packets are made good), until the process there must have, until a node must have said where it listens,
 #: and until rank 0 must have every node's findings.
 CONNECT_S, ANSWER_S, LISTEN_S, FINDINGS_S = 5.0, 10.0, 15.0, 25.0
-_THREADS = 16
+#: Pairs that a node tries at a time, and others that may try it.
+_THREADS, _ASKING = 16, 1024
 
 
 @dataclass(frozen=True)
@@ -126,49 +126,34 @@ def run(
     return site, plan, verdict["lines"]
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    """Answers everybody who sends a line with the same line."""
-
-    daemon_threads, request_queue_size = True, 1024
-
-    def __init__(self, address: str, answer: bytes):
-        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.answer = answer
-        super().__init__((address, 0), _Handler)
-        threading.Thread(target=self.serve_forever, args=(0.01,), name="holmes-preflight",
-                         daemon=True).start()
-
-
-class _Handler(socketserver.StreamRequestHandler):
-    server: _Server
-
-    def handle(self) -> None:
-        with suppress(OSError):
-            self.connection.settimeout(ANSWER_S)
-            self.rfile.readline(4096)
-            self.wfile.write(self.server.answer)
-
-
 class Listeners:
-    """A listening socket for each fabric on which others try this node; answers with the node's name. ports:
-    fabric -> port number, or why there is none."""
+    """A listening socket for each fabric on which others try this node: who sends a line is answered with the
+    node's name. ports: fabric -> port number, or why there is none."""
 
     def __init__(self, site: Site, host: str, todo: Iterable[Pair], token: str):
-        self._servers: list[_Server] = []
+        self._listeners: list[Listener] = []
         self.ports: dict[str, int | str] = {}
-        answer = json.dumps({"node": host, "token": token}).encode() + b"\n"
+        self._answer = json.dumps({"node": host, "token": token}).encode() + b"\n"
         for fabric in dict.fromkeys(pair.fabric for pair in todo if pair.second == host):
             if address := site.node_by_name[host].port(fabric).address:
                 try:
-                    self._servers.append(_Server(address, answer))
-                    self.ports[fabric] = self._servers[-1].server_address[1]
+                    listening = listen(address, 0)
                 except OSError as error:
                     self.ports[fabric] = f"cannot listen on its own address {address}: {error.strerror}"
+                    continue
+                listener = Listener(listening, self._reply, "holmes-preflight", _ASKING, _ASKING)
+                listener.start()
+                self._listeners.append(listener)
+                self.ports[fabric] = listener.port
+
+    def _reply(self, guest: Guest) -> None:
+        guest.socket.settimeout(ANSWER_S)
+        guest.socket.makefile("rb").readline(4096)
+        guest.socket.sendall(self._answer)
 
     def close(self) -> None:
-        for server in self._servers:
-            server.shutdown()
-            server.server_close()
+        for listener in self._listeners:
+            listener.close()
 
 
 def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) -> list[Finding]:

@@ -37,8 +37,8 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.grid import say
 from holmes_ext.runtime.groups.transport import node_environment
+from holmes_ext.runtime.sockets.deadline import within
 from holmes_ext.runtime.start import hostfile, launcher, preflight, restart
-from holmes_ext.runtime.start.deadline import within
 from holmes_ext.runtime.start.exchange import exchange
 from holmes_ext.runtime.start.store import open_store
 from holmes_ext.words import some_of

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime.groups.backend import network_api_of
 from holmes_ext.runtime.groups.kinds import kind_of
 from holmes_ext.runtime.session import DoneReduction, Session
-from holmes_ext.words import some_of
+from holmes_ext.words import some_of, tell_user
 
 #: Optimizer steps after which it is compared: DeepSpeed's first one runs the engine's own schedule.
 STEPS = 2
@@ -37,7 +36,7 @@ class Comparison:
             deviations = dict(differences(self.current))
             for text, reported in deviations.items():
                 if not reported and _first_to_tell(self.current, text):
-                    print(f"holmes: not as planned: {text}", file=sys.stderr, flush=True)
+                    tell_user(f"not as planned: {text}")
             self.put({"done": {**done(self.current), "differences": list(deviations)}})
 
 

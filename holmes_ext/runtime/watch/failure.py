@@ -16,7 +16,7 @@ from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, nccl_errors
-from holmes_ext.runtime.start.deadline import within
+from holmes_ext.runtime.sockets.deadline import within
 from holmes_ext.runtime.watch import nics
 from holmes_ext.words import some_of
 
@@ -41,9 +41,9 @@ def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, err
     import torch.distributed as dist
 
     where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
-    return _or_refused(me := f"rank {dist.get_rank()}", (
-        f"{me}: the reduction of {what} failed over {where} in the group of ranks"
-        f" {some_of(ranks)}{_lost_node(error, ranks)}: {_last_line(error)}{_blamed()}"
+    return _or_refused(f"rank {dist.get_rank()}", (
+        f"the reduction of {what} failed over {where} in the group of ranks"
+        f" {some_of(ranks)}{_lost_node(error, ranks)}: {_last_line(error)}"
     )).removeprefix(INPUT)
 
 
@@ -55,11 +55,10 @@ def explain(error: BaseException) -> str | None:
     current, text = session.active(), str(error)
     if current is None:
         return None
-    me = f"rank {current.rank} on node {current.node.name}"
     of_torch = isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)
     if of_torch or isinstance(error, dist.DistError):
         return broken("communication", text)
-    mine = f"{me}: {type(error).__name__}: {_last_line(text)}"
+    mine = f"{me(current)}: {type(error).__name__}: {_last_line(text)}"
     _first(mine)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC,
                                                           errno.EDQUOT) or _WRITE_FAILED.search(text)
@@ -71,9 +70,8 @@ def broken(what: str, error: str) -> str:
     INPUT, what another rank refused."""
     current = session.active()
     assert current is not None
-    me, lost = f"rank {current.rank} on node {current.node.name}", _lost_node(
-        error, range(current.plan.world_size))
-    return _or_refused(me, f"{me}: {what} failed{lost}: {_last_line(error)}{_blamed()}")
+    lost = _lost_node(error, range(current.plan.world_size))
+    return _or_refused(me(current), f"{what} failed{lost}: {_last_line(error)}")
 
 
 def of_nccl() -> str | None:
@@ -86,12 +84,18 @@ def of_nccl() -> str | None:
     others = [rank for rank in ranks if rank != current.rank]
     nodes = some_of(list(dict.fromkeys(map(current.plan.node_of, others))))
     lost = f"{'one of ' if len(others) > 1 else ''}node {nodes} (rank {some_of(others)}) is lost"
-    return _or_refused(me := f"rank {current.rank} on node {current.node.name}", (
-        f"{me}: communication failed; {lost if error != 'TIMEOUT' else 'the timeout has passed'}: NCCL's "
-        f"{error} in the group of ranks {some_of(ranks)}{_blamed()}")).removeprefix(INPUT)
+    cause = lost if error != "TIMEOUT" else "the timeout has passed"
+    text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
+    return _or_refused(me(current), text).removeprefix(INPUT)
 
 
-def _or_refused(me: str, mine: str) -> str:
+def me(current: session.Session) -> str:
+    """This process, for lines about it."""
+    return f"rank {current.rank} on node {current.node.name}"
+
+
+def _or_refused(me: str, failed: str) -> str:
+    mine = f"{me}: {failed}{_blamed()}"
     first = _first(mine)
     return f"{first} ({me} ends with it)" if first.startswith(INPUT) else _both(mine, first)
 

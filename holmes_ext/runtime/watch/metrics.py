@@ -13,7 +13,6 @@ install 'holmes_ext[metrics]'.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.listener import Guest, Listener
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.watch import nics
-from holmes_ext.words import why
+from holmes_ext.words import tell_user, why
 
 #: Seconds between two writings of the file.
 _EVERY_S = 1.0
@@ -43,47 +42,36 @@ _CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Family(NamedTuple):
-    """A metric: gauge, or a counter (whose name ends in _total); labels beside node and cluster."""
+    """A metric: a counter where its name ends in _total, else a gauge; labels beside node and cluster."""
 
-    kind: str
     help: str
     labels: tuple[str, ...] = ()
 
 
 _GROUP, _WAY = ("kind", "where", "fabric"), ("from", "to")
 FAMILIES = {
-    "holmes_job_info": Family("gauge", "1; which job this is", ("rank", "world_size", "version")),
-    "holmes_steps_total": Family("counter", "steps that this rank has finished"),
-    "holmes_step_seconds_total": Family("counter", "seconds that these steps took"),
-    "holmes_last_step_seconds": Family("gauge", "seconds of the last step"),
-    "holmes_tokens_total": Family("counter",
-                                  "tokens that all ranks together trained in, where the framework tells"),
-    "holmes_exposed_seconds_total": Family("counter", "seconds the program was blocked on communication",
-                                           _GROUP),
-    "holmes_under_way_seconds_total": Family("counter", "seconds with one or more of them under way", _GROUP),
-    "holmes_sent_bytes_total": Family("counter", "bytes that this rank's operations sent", _GROUP),
-    "holmes_operations_total": Family("counter", "operations of a kind of group, where, on a fabric", _GROUP),
-    "holmes_reducer_exposed_seconds_total": Family("counter",
-                                                   "seconds that GradientReducer's threads were waited for"),
-    "holmes_between_sent_bytes_total": Family("counter",
-                                              "bytes that this rank sent from a cluster to another", _WAY),
-    "holmes_between_exposed_seconds_total": Family("counter", "seconds blocked on traffic between clusters",
-                                                   _WAY),
-    "holmes_rounds_total": Family("counter", "rounds with joined jobs, by how they ended", ("verdict",)),
-    "holmes_round_sent_bytes_total": Family("counter", "bytes sent in rounds with joined jobs"),
-    "holmes_round_seconds_total": Family("counter", "seconds that these rounds were under way"),
-    "holmes_round_exposed_seconds_total": Family("counter", "seconds the program was blocked on rounds"),
-    "holmes_plan_changes_total": Family("counter", "changes of the running job's plan; of rank 0",
-                                        ("in_flight",)),
-    "holmes_plan_predicted_step_seconds": Family("gauge",
-                                                 "seconds of a step that the last change was to bring"),
-    "holmes_nic_up": Family("gauge", "1: the NIC carries data now; 0: it has no link, or is down",
-                            ("nic", "fabric")),
-    "holmes_nic_errors_total": Family("counter", "the kernel's error counters of a NIC", ("nic", "counter")),
-    "holmes_nic_bytes_total": Family("counter", "bytes that an interface and its HCAs carried",
-                                     ("interface",)),
-    "holmes_fabric_bits_per_second": Family("gauge", "a node's rate on a fabric, as planned with",
-                                            ("fabric",)),
+    "holmes_job_info": Family("1; which job this is", ("rank", "world_size", "version")),
+    "holmes_steps_total": Family("steps that this rank has finished"),
+    "holmes_step_seconds_total": Family("seconds that these steps took"),
+    "holmes_last_step_seconds": Family("seconds of the last step"),
+    "holmes_tokens_total": Family("tokens that all ranks together trained in, where the framework tells"),
+    "holmes_exposed_seconds_total": Family("seconds the program was blocked on communication", _GROUP),
+    "holmes_under_way_seconds_total": Family("seconds with one or more of them under way", _GROUP),
+    "holmes_sent_bytes_total": Family("bytes that this rank's operations sent", _GROUP),
+    "holmes_operations_total": Family("operations of a kind of group, where, on a fabric", _GROUP),
+    "holmes_reducer_exposed_seconds_total": Family("seconds that GradientReducer's threads were waited for"),
+    "holmes_between_sent_bytes_total": Family("bytes that this rank sent from a cluster to another", _WAY),
+    "holmes_between_exposed_seconds_total": Family("seconds blocked on traffic between clusters", _WAY),
+    "holmes_rounds_total": Family("rounds with joined jobs, by how they ended", ("verdict",)),
+    "holmes_round_sent_bytes_total": Family("bytes sent in rounds with joined jobs"),
+    "holmes_round_seconds_total": Family("seconds that these rounds were under way"),
+    "holmes_round_exposed_seconds_total": Family("seconds the program was blocked on rounds"),
+    "holmes_plan_changes_total": Family("changes of the running job's plan; of rank 0", ("in_flight",)),
+    "holmes_plan_predicted_step_seconds": Family("seconds of a step that the last change was to bring"),
+    "holmes_nic_up": Family("1: the NIC carries data now; 0: it has no link, or is down", ("nic", "fabric")),
+    "holmes_nic_errors_total": Family("the kernel's error counters of a NIC", ("nic", "counter")),
+    "holmes_nic_bytes_total": Family("bytes that an interface and its HCAs carried", ("interface",)),
+    "holmes_fabric_bits_per_second": Family("a node's rate on a fabric, as planned with", ("fabric",)),
 }
 
 
@@ -143,7 +131,7 @@ class Collector:
             values = dict(self._sums)
         values |= {(name, labels): value for name, labels, value in _of_now(current)}
         for name, family in FAMILIES.items():
-            metric_class = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            metric_class = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             metric = metric_class(name, family.help, labels=("node", "cluster", *family.labels))
             for (family_name, labels), value in sorted(values.items()):
                 if family_name == name:
@@ -192,8 +180,7 @@ class Metrics:
         try:
             self._write()
         except OSError as error:
-            print(f"holmes: --holmes-metrics {self.place}: no more metrics ({why(error)}); training goes on",
-                  file=sys.stderr, flush=True)
+            tell_user(f"--holmes-metrics {self.place}: no more metrics ({why(error)}); training goes on")
             self._write = None
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from holmes_ext.cluster.site import Port
 from holmes_ext.runtime import session
 from holmes_ext.runtime.watch import nics
-from holmes_ext.runtime.watch.failure import of_nccl, with_first
+from holmes_ext.runtime.watch.failure import me, of_nccl, with_first
 
 INTERVAL_S = 1.0
 
@@ -75,8 +75,7 @@ class NicWatch:
             elif (0 < self.patience_s <= away
                   and any(group.transport.fabric == port.fabric for group in current.groups)):
                 self.ended.set()
-                where = f"rank {current.rank} on node {current.node.name}"
-                self._end(f"{where}: {fault} for {away:.0f} s, and groups of this rank need it; "
+                self._end(f"{me(current)}: {fault} for {away:.0f} s, and groups of this rank need it; "
                           "the job ends here")
                 return
 

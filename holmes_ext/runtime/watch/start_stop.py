@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 import uuid
@@ -24,7 +23,7 @@ from holmes_ext.runtime.watch.as_planned import Comparison
 from holmes_ext.runtime.watch.metrics import Metrics
 from holmes_ext.runtime.watch.nic_watch import NicWatch
 from holmes_ext.runtime.watch.watchdog import Watchdog
-from holmes_ext.words import why
+from holmes_ext.words import tell_user, why
 
 #: How long telemetry waits for the others at the start, in seconds.
 _START_S = 60.0
@@ -47,16 +46,16 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
     several = current.process.world_size > 1
     limits = current.options.watchdog_limits if several else None
     lines: list[str] = []
-    _Running.metrics = metrics
+    _Running.metrics, take = metrics, metrics.take if metrics is not None else lambda document: None
     learns = several and learning.wanted(current)
     if current.options.telemetry or limits is not None or metrics is not None or learns:
         recorder = telemetry.Recorder(current.rank, current.plan.sizes)
         if current.options.telemetry:
-            lines = _start_telemetry(current, recorder)
+            lines = _start_telemetry(current, recorder, take)
         if metrics is not None:
             lines.append(f"metrics: {metrics.place}, of local rank 0 on every node")
             if _Running.writer is None:
-                _Running.writer = open_writer(current, "", recorder, metrics.take)
+                _Running.writer = open_writer(current, "", recorder, take)
         telemetry.set_recorder(recorder)
         hook_optimizers(recorder)
         atexit.register(stop)  # a thread that comes to Python while the interpreter ends aborts it
@@ -151,11 +150,8 @@ def _watchdog(current: Session, recorder: telemetry.Recorder, factor: float, flo
     )  # fmt: skip
 
 
-def _taker() -> Callable[[dict[str, Any]], None]:
-    return _Running.metrics.take if _Running.metrics is not None else lambda document: None
-
-
-def _start_telemetry(current: Session, recorder: telemetry.Recorder) -> list[str]:
+def _start_telemetry(current: Session, recorder: telemetry.Recorder,
+                     take: Callable[[dict[str, Any]], None]) -> list[str]:
     """Open this rank's file; the clocks are compared meanwhile, in a thread."""
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
     process, directory = current.process, current.options.telemetry
@@ -165,10 +161,10 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder) -> list[str
         if process.world_size > 1:
             store = connect(process, _START_S)
             run = store.compare_set(f"{prefix}/run", "", run).decode()
-        _Running.writer = writer = open_writer(current, run, recorder, _taker())
+        _Running.writer = writer = open_writer(current, run, recorder, take)
     except (OSError, RuntimeError) as error:  # of this rank alone, so rank 0 does not tell it
         message = f"rank {current.rank} trains without telemetry ({why(error).splitlines()[0]})"
-        print(f"holmes: --holmes-telemetry {directory}: {message}", file=sys.stderr, flush=True)
+        tell_user(f"--holmes-telemetry {directory}: {message}")
         return []
     if store is not None and process.local_rank == 0:
         arguments = (current, store, prefix, writer)

@@ -15,7 +15,6 @@ waited for has not arrived.
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from typing import Any
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.runtime.start.store import ENDED_S
 from holmes_ext.units import format_rate
-from holmes_ext.words import some_of
+from holmes_ext.words import some_of, tell_user
 
 #: Longest operation under way, at least: so old must the oldest one be for a late step to count as stuck (or
 #: the median).
@@ -142,10 +141,6 @@ def _slow(rank: int, wait: Waiting, ask: Ask, node_of: Callable[[int], str], rat
     return f"{wait}: all have arrived, the network is slow{': ' if slowest else ''}{slowest}{rate}"
 
 
-def _say(line: str) -> None:
-    print(f"holmes: {line}", file=sys.stderr, flush=True)
-
-
 @dataclass(eq=False)
 class Watchdog:
     """A step is late after max(factor x the median step, floor_s) seconds; one of the first, before there is
@@ -160,7 +155,7 @@ class Watchdog:
     rates: Mapping[str, int]  # bits/s of each fabric
     carried: Callable[[], Mapping[str, int]]  # interface -> bytes moved so far
     host: int | None = None  # the rank whose process is the store's server
-    say: Callable[[str], None] = _say
+    say: Callable[[str], None] = tell_user
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 

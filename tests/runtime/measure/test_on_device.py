@@ -74,9 +74,9 @@ class Work:
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr(DeviceClock, "_event", lambda self: gpu.event())
-    monkeypatch.setattr(DeviceClock, "_stream", lambda self: gpu.stream)
-    monkeypatch.setattr(DeviceClock, "capturing", lambda self: gpu.capturing)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: gpu.event())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: gpu.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     return gpu
 
 
@@ -275,9 +275,9 @@ def test_clocks_are_compared_by_bounds(gpu):
 def test_spans_are_the_gpus_where_it_computes_them(gpu, monkeypatch):
     """The host has launched a pass long before the GPU has carried it out; one that it has not is told a step
     later."""
-    monkeypatch.setattr(DeviceClock, "allocated", lambda self: len(spans) * 10)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: len(spans) * 10)
     spans, job = [], Job(gpu)
-    job.recorder.on_step = lambda *step: spans.append(step[5])
+    job.recorder.on_step = [lambda *step: spans.append(step[5])]
     job.recorder.spans_on_device = True
     monkeypatch.setattr(telemetry, "recorder", job.recorder)
     job.recorder.device.mark()

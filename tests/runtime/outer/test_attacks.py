@@ -38,10 +38,10 @@ from joined_jobs import TOKEN, coordinator, in_threads, joined_of, weights_of
 from holmes_ext.cli.main import main
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of
+from holmes_ext.runtime.outer.address import JoinAddress, JoinPlace, PortRange, incarnation_of
 from holmes_ext.runtime.outer.coordinator.client import ask_status
 from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
-from holmes_ext.runtime.outer.join import JoinPlace, join
+from holmes_ext.runtime.outer.join import join
 from holmes_ext.runtime.outer.settings import parse_outer
 from holmes_ext.runtime.outer.token import served_token
 from holmes_ext.runtime.sockets.addresses import split_address

@@ -5,7 +5,7 @@ import torch
 from joined_jobs import coordinator, in_threads, joined_of
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.rounds.codecs import CHUNK, DECAY, TopK, TwoBits, codec_of, residual_share
+from holmes_ext.runtime.outer.rounds.codecs import CHUNK, DECAY, TopK, TwoBits, codec_of
 from holmes_ext.runtime.outer.settings import parse_outer
 
 #: Of two bits.
@@ -51,7 +51,7 @@ def test_what_is_left_out_is_added_the_next_time():
     before = residual.clone()
     again = codec.decode(codec.encode(torch.zeros_like(x), residual), x)
     torch.testing.assert_close(residual, DECAY * before - again)
-    assert residual_share(parse_outer("compress=topk")) == DECAY and residual_share(parse_outer("")) == 1
+    assert codec_of(parse_outer("compress=topk")).decay == DECAY and codec_of(parse_outer("")).decay == 1
 
 
 def test_over_many_rounds_nothing_is_lost_but_the_decay():
@@ -116,7 +116,7 @@ def test_what_two_bits_round_off_is_added_the_next_time():
     for _ in range(50):
         total += codec.decode(codec.encode(x, residual), x)
     torch.testing.assert_close(total + residual, 50 * x, rtol=1e-4, atol=1e-3)
-    assert (total / 50 - x).norm() / x.norm() < 0.05 and residual_share(parse_outer("compress=2bit")) == 1
+    assert (total / 50 - x).norm() / x.norm() < 0.05 and codec_of(parse_outer("compress=2bit")).decay == 1
 
 
 def test_settings():

@@ -6,18 +6,16 @@ import threading
 import time
 
 import pytest
-from joined_jobs import Rank
+from joined_jobs import Rank, place_at
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange
+from holmes_ext.runtime.outer.address import PortRange
 from holmes_ext.runtime.outer.peers import links as links_module
 from holmes_ext.runtime.outer.peers import transfer
 from holmes_ext.runtime.outer.peers.links import PeersFailed, lanes_for, split
 from holmes_ext.runtime.outer.peers.listening import open_port
 from holmes_ext.runtime.outer.peers.routes import Peer
 from holmes_ext.runtime.sockets.deadline import Deadline
-
-NOWHERE = JoinAddress("", "127.0.0.1", 1)
 
 
 @pytest.fixture
@@ -289,12 +287,12 @@ def test_questions_have_a_connection_of_their_own():
 
 
 def test_a_port_in_use_is_named_and_another_of_the_range_is_taken():
-    first = open_port(PortRange(), NOWHERE, 0)
+    first = open_port(place_at("", 1), 0)
     port = first.getsockname()[1]
     with pytest.raises(
         HolmesError, match=f"rank 3 cannot listen on port {port} of 127.0.0.1 .* --holmes-join-ports"
     ):
-        open_port(PortRange((port, port)), NOWHERE, 3)
-    second = open_port(PortRange((port, min(port + 50, 65535))), NOWHERE, 0)
+        open_port(place_at("", 1, PortRange((port, port))), 3)
+    second = open_port(place_at("", 1, PortRange((port, min(port + 50, 65535)))), 0)
     assert second.getsockname()[1] > port
     first.close(), second.close()

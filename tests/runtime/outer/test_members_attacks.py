@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from coordinator_rules import TIMEOUT, Run
-from joined_jobs import TOKEN, coordinator
+from joined_jobs import TOKEN, coordinator, place_at
 from waiting import soon
 
 import holmes_ext
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.address import JoinAddress, incarnation_of
+from holmes_ext.runtime.outer.address import incarnation_of
 from holmes_ext.runtime.outer.coordinator import server as server_module
 from holmes_ext.runtime.outer.coordinator.client import CoordinatorClient, ask_status
 from holmes_ext.runtime.outer.peers import routes as routes_module
@@ -36,7 +36,7 @@ def called(port, purpose):
 def test_after_a_restart_nobody_takes_the_name_of_a_job_before_it_is_back():
     """The first secret that was told for an incarnation, which all jobs know, was believed."""
     with coordinator() as server:
-        east = CoordinatorClient("east", "127.0.0.1", server.port, Credentials(TOKEN), lambda: HELLO)
+        east = CoordinatorClient(place_at("east", server.port), lambda: HELLO)
         thief = {"purpose": "job", "job": "east", "incarnation": east.incarnation, "secret": "another"}
         channel = called(server.port, thief)  # the coordinator is new: east has not been heard yet
         assert "but is another" in channel.receive(soon())["error"]
@@ -48,7 +48,7 @@ def test_after_a_restart_nobody_takes_the_name_of_a_job_before_it_is_back():
 def test_secrets_of_callers_that_join_nothing_are_forgotten(monkeypatch):
     monkeypatch.setattr(server_module, "_SECRETS", 8)
     with coordinator() as server:
-        east = CoordinatorClient("east", "127.0.0.1", server.port, Credentials(TOKEN), lambda: HELLO)
+        east = CoordinatorClient(place_at("east", server.port), lambda: HELLO)
         east.ask("enter", {}, soon())
         for number in range(30):
             secret = f"s{number}"
@@ -164,8 +164,7 @@ def test_addresses_that_others_want_to_be_called_at_do_not_pile_up(monkeypatch):
     """A standing rank is told of each address by whoever has the token."""
     monkeypatch.setattr(routes_module, "_NOT_CALLED", 16)
     monkeypatch.setattr(routes_module, "call", lambda *arguments: (_ for _ in ()).throw(OSError("closed")))
-    where = JoinAddress("east", "127.0.0.1", 1)
-    routes = Routes(RankIdentity("east", "1", 0, "s"), Credentials(TOKEN), where, None, "127.0.0.1:1", print)
+    routes = Routes(RankIdentity("east", "1", 0, "s"), place_at("east", 1), None, "127.0.0.1:1", print)
     for port in range(1, 200):
         assert routes._called_back({"address": f"10.0.0.1:{port}", "job": "zero", "incarnation": "1"}) is None
     assert len(routes._not_called) <= 16
@@ -222,8 +221,7 @@ def test_a_caller_of_another_incarnation_or_without_a_name_is_refused():
 def test_many_jobs_of_one_liar_do_not_keep_others_from_answers():
     """64 jobs is the most; the next one is refused in words, and those that are there are answered."""
     with coordinator() as server:
-        clients = [CoordinatorClient(f"j{k}", "127.0.0.1", server.port, Credentials(TOKEN), lambda: HELLO)
-                   for k in range(65)]  # fmt: skip
+        clients = [CoordinatorClient(place_at(f"j{k}", server.port), lambda: HELLO) for k in range(65)]
         for client in clients[:64]:
             client.ask("enter", {}, soon())
         with pytest.raises((Refused, HolmesError), match="there are 64 jobs already"):

@@ -11,7 +11,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer import orthogonal
 from holmes_ext.runtime.outer.orthogonal import Matrices, Matrix, frobenius, is_matrix
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
-from holmes_ext.runtime.outer.shards.matrices import gather_cut_matrices
+from holmes_ext.runtime.outer.shards.job_ranks import gather_cut_matrices
 from holmes_ext.runtime.outer.shards.ownership import any_cut, fragment_cuts, owners
 from holmes_ext.runtime.outer.shards.state import OuterState, Pending
 from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights

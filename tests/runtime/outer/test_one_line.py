@@ -6,13 +6,11 @@ import sys
 
 import pytest
 import torch
-from joined_jobs import TOKEN, coordinator
+from joined_jobs import TOKEN, coordinator, place_at
 
 from holmes_ext.patches.torch import joined
-from holmes_ext.runtime.outer.address import JoinAddress
-from holmes_ext.runtime.outer.join import JoinPlace, join, weights_of
+from holmes_ext.runtime.outer.join import join, weights_of
 from holmes_ext.runtime.outer.settings import parse_outer
-from holmes_ext.runtime.sockets.handshake import Credentials
 from integration_tests.jobs import full
 
 SCRIPT = """
@@ -31,7 +29,7 @@ def port():
     with coordinator() as server:
         optimizer = torch.optim.SGD(torch.nn.Linear(3, 4).parameters(), lr=0.1)
         first = join(
-            JoinPlace(JoinAddress("first", "127.0.0.1", server.port), Credentials(TOKEN)),
+            place_at("first", server.port),
             parse_outer("every=4"),
             lambda: weights_of(joined.weights_of(optimizer)),
             {"framework": "torch"},

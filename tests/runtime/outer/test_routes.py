@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from joined_jobs import TOKEN, Rank, coordinator, in_threads, joined_of
+from joined_jobs import TOKEN, Rank, coordinator, in_threads, joined_of, place_at
 from waiting import await_, soon
 
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange, incarnation_of
+from holmes_ext.runtime.outer.address import PortRange, incarnation_of
 from holmes_ext.runtime.outer.coordinator import relay
 from holmes_ext.runtime.outer.coordinator.client import ask_status
 from holmes_ext.runtime.outer.peers import routes as routes_module
@@ -218,12 +218,11 @@ def test_a_port_that_is_closed_from_outside_is_found_at_the_start(monkeypatch):
 
     monkeypatch.setattr(listening, "is_loopback", lambda host: False)
     with coordinator() as server:
-        where, identity = JoinAddress("east", "127.0.0.1",
-                                      server.port), RankIdentity("east", incarnation_of("s"), 0, "s")
-        opened = open_port(PortRange(), where, 0)
+        place, identity = place_at("east", server.port), RankIdentity("east", incarnation_of("s"), 0, "s")
+        opened = open_port(place, 0)
 
         def told(one):
-            return listening.told_address(PortRange(), one, where, Credentials(TOKEN), identity)
+            return listening.told_address(place, one, identity)
 
         assert told(opened) == address_text("127.0.0.1", opened.getsockname()[1])
         opened.close()

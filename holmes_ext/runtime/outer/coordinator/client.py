@@ -4,13 +4,14 @@ questions are asked again, until their deadline."""
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.address import incarnation_of
-from holmes_ext.runtime.outer.coordinator.heartbeat import Heartbeat
+from holmes_ext.runtime.outer.address import JoinPlace, incarnation_of
+from holmes_ext.runtime.outer.coordinator.state import HEARTBEAT_S
 from holmes_ext.runtime.sockets.addresses import address_text
 from holmes_ext.runtime.sockets.channel import Channel
 from holmes_ext.runtime.sockets.deadline import Deadline
@@ -27,6 +28,8 @@ _RETRY_S = 0.5
 _SLOW_S = 10.0
 #: Bytes of an answer: the maps of a job with thousands of ranks.
 _LONGEST = 64 * 2**20
+#: Seconds that a heartbeat, with a connection for it where there is none, may take, and the last one.
+_HEARTBEAT_S, _LAST_S = 5.0, 2.0
 
 
 class CoordinatorClient:
@@ -37,18 +40,10 @@ class CoordinatorClient:
     answers in its place can end it: then a refusal is the same as no answer.
     """
 
-    def __init__(
-        self,
-        job: str,
-        host: str,
-        port: int,
-        credentials: Credentials,
-        hello: Callable[[], Mapping[str, Any]],
-        secret: str = "",
-    ):
+    def __init__(self, place: JoinPlace, hello: Callable[[], Mapping[str, Any]], secret: str = ""):
         self._secret = secret or secrets.token_hex(16)
-        self.job, self.incarnation = job, incarnation_of(self._secret)
-        self._where, self._credentials, self._hello = (host, port), credentials, hello
+        self.job, self.incarnation = place.address.job, incarnation_of(self._secret)
+        self._place, self._hello = place, hello
         self._channel: Channel | None = None
         self._said_hello = self._accepted = False
         self._heartbeat: Heartbeat | None = None
@@ -83,7 +78,7 @@ class CoordinatorClient:
             except OSError as error:
                 reason = why(error)
                 self._try_again_later(deadline)
-        where = address_text(*self._where)
+        where = address_text(self._place.address.host, self._place.address.port)
         raise TimeoutError(
             f"the coordinator at {where} did not answer {op!r} in {deadline.seconds:.3g} s ({reason})"
         )
@@ -102,7 +97,7 @@ class CoordinatorClient:
         """OSError, Refused."""
         identity = {"job": self.job, "incarnation": self.incarnation, "secret": self._secret}
         part = deadline.part(HANDSHAKE_S, "the coordinator's handshake")
-        return call(*self._where, self._credentials, {"purpose": purpose, **identity}, part)
+        return self._place.call({"purpose": purpose, **identity}, part)
 
     def _exchange(self, document: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Refused when the answer is an error."""
@@ -112,14 +107,9 @@ class CoordinatorClient:
         reply = self._channel.receive(part, _LONGEST)
         if "error" in reply:
             raise Refused(printable(str(reply["error"])))
-        salt = reply.get("salt_of_next")
-        if (
-            isinstance(salt, list)
-            and len(salt) == 2
-            and isinstance(salt[0], int)
-            and isinstance(salt[1], str)
-        ):
-            self.salt = salt[0], salt[1]
+        match reply.get("salt_of_next"):
+            case [int(number), str(salt)]:
+                self.salt = number, salt
         return reply
 
     def _try_again_later(self, deadline: Deadline) -> None:
@@ -130,6 +120,53 @@ class CoordinatorClient:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+class Heartbeat:
+    """Tells the coordinator that the job lives: a thread with a connection of its own, so that a heartbeat
+    never waits for an answer. connect: a channel to the coordinator within a deadline; status: what is told
+    with each heartbeat."""
+
+    def __init__(self, connect: Callable[[Deadline], Channel], status: Callable[[], dict[str, Any]]):
+        self._connect, self._status = connect, status
+        self._ended, self._again = threading.Event(), threading.Event()
+        self._why = ""
+        self._thread = threading.Thread(target=self._run, name="holmes-heartbeat", daemon=True)
+        self._thread.start()
+
+    def now(self) -> None:
+        """The coordinator is a new one: tell it at once."""
+        self._again.set()
+
+    def close(self, why: str) -> None:
+        """Say that the job ends."""
+        self._why = why
+        self._ended.set()
+        self._again.set()
+        self._thread.join(_LAST_S)
+
+    def _run(self) -> None:
+        channel: Channel | None = None
+        while not self._ended.is_set():
+            channel = self._beat(channel, {})
+            self._again.wait(HEARTBEAT_S)
+            self._again.clear()
+        if channel is not None and self._why:
+            channel = self._beat(channel, {"ends": self._why})
+        if channel is not None:
+            channel.close()
+
+    def _beat(self, channel: Channel | None, more: dict[str, Any]) -> Channel | None:
+        """The channel for the next one; None where this one did not go."""
+        deadline = Deadline(_HEARTBEAT_S, "a heartbeat")
+        try:
+            channel = channel or self._connect(deadline)
+            channel.send({**self._status(), **more}, deadline)
+            return channel
+        except (OSError, HolmesError):
+            if channel is not None:
+                channel.close()
+            return None
 
 
 def ask_status(

@@ -19,8 +19,8 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.coordinator.consensus import agreed_claim, same
-from holmes_ext.runtime.outer.coordinator.member import HEARTBEAT_S, Member, difference
 from holmes_ext.runtime.outer.coordinator.reports import Claim, Hello
+from holmes_ext.runtime.outer.coordinator.state import HEARTBEAT_S, Member, RoundState, difference
 
 Reply = dict[str, Any]
 #: Jobs in a run at a time, and gone ones that are remembered.
@@ -40,6 +40,7 @@ class Membership:
     def __init__(self, now: float):
         self.members: dict[str, Member] = {}
         self.number = 0
+        self.rounds: dict[int, RoundState] = {}  # by number
         # Of each fragment, the last round in which it was stepped; not known for those from before a restart.
         self.committed: dict[int, int] = {}
         # Whether a round of several jobs was one of them.
@@ -119,7 +120,7 @@ class Membership:
     def gone(self, name: str, incarnation: str, why: str) -> None:
         """Its connection was closed, or it says that it ends."""
         member = self.members.get(name)
-        if member is not None and member.known_by_name(incarnation):
+        if member is not None and member.incarnation == incarnation and member.state != "gone":
             member.state = "gone"
             self.events.append(f"job {name} is gone: {why}")
 
@@ -256,12 +257,8 @@ class Membership:
                     f"job {name!r} cannot join: it has other numbers of elements than job {other.name!r}"
                 )
 
-    def _remembered(self) -> set[str]:
-        """Jobs that are needed though they may be gone."""
-        return set()
-
     def _forget_gone(self) -> None:
-        needed = self._remembered()
+        needed = {name for known in self.rounds.values() if not known.outcome for name in known.ready}
         gone = [m for m in self.members.values() if m.state == "gone" and m.name not in needed]
         for member in sorted(gone, key=lambda member: member.order)[:-MOST_JOBS]:
             del self.members[member.name]

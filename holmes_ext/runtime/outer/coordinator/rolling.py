@@ -12,11 +12,10 @@ ready contributes to a later one. There is one round at a time, of the fragment 
 
 from __future__ import annotations
 
-from holmes_ext.runtime.outer.coordinator.member import Member
 from holmes_ext.runtime.outer.coordinator.membership import Reply
 from holmes_ext.runtime.outer.coordinator.reports import NextReport, ReadyReport
-from holmes_ext.runtime.outer.coordinator.round_state import counted
 from holmes_ext.runtime.outer.coordinator.rules import Coordinator, outer_settings
+from holmes_ext.runtime.outer.coordinator.state import Member, counted
 
 #: Seconds since its last question in which a job counts as one that is there.
 _THERE_S = 5.0

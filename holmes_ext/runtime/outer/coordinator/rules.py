@@ -15,11 +15,10 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.outer.coordinator.consensus import same
-from holmes_ext.runtime.outer.coordinator.member import Member
 from holmes_ext.runtime.outer.coordinator.membership import Reply
 from holmes_ext.runtime.outer.coordinator.reports import Claim, ReadyReport
-from holmes_ext.runtime.outer.coordinator.round_state import RoundState, counted
 from holmes_ext.runtime.outer.coordinator.settlement import Settlement
+from holmes_ext.runtime.outer.coordinator.state import Member, RoundState, counted
 
 #: Rounds that are remembered, for jobs that ask late.
 _REMEMBERED = 64

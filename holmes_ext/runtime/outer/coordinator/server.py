@@ -27,6 +27,7 @@ from holmes_ext.runtime.outer.coordinator.client import IDLE_S, POLL_S
 from holmes_ext.runtime.outer.coordinator.membership import NotHere
 from holmes_ext.runtime.outer.coordinator.relay import PeerRelay
 from holmes_ext.runtime.outer.coordinator.reports import (
+    TELEMETRY,
     checked_from,
     done_from,
     hello_from,
@@ -35,7 +36,6 @@ from holmes_ext.runtime.outer.coordinator.reports import (
     telemetry_from,
 )
 from holmes_ext.runtime.outer.coordinator.rolling import RollingCoordinator
-from holmes_ext.runtime.outer.coordinator.status import status_of
 from holmes_ext.runtime.sockets.addresses import listen, network_of
 from holmes_ext.runtime.sockets.channel import Channel
 from holmes_ext.runtime.sockets.deadline import Deadline
@@ -190,8 +190,7 @@ class CoordinatorServer:
             with self._changed:
                 if self._heartbeats.get((job, incarnation)) is channel:
                     del self._heartbeats[job, incarnation]
-                    self._coordinator.gone(job, incarnation, reason)
-                    self._after()
+                    self._gone(job, incarnation, reason)
 
     def _questions(self, channel: Channel, job: str, incarnation: str) -> None:
         try:
@@ -201,12 +200,14 @@ class CoordinatorServer:
                 channel.send(reply, Deadline(_ANSWER_S, "an answer"))
         finally:
             with self._changed:
-                if (
-                    job,
-                    incarnation,
-                ) not in self._heartbeats:  # it died before its first heartbeat, which would tell
-                    self._coordinator.gone(job, incarnation, CLOSED)
-                    self._after()
+                # it died before its first heartbeat, which would tell
+                if (job, incarnation) not in self._heartbeats:
+                    self._gone(job, incarnation, CLOSED)
+
+    def _gone(self, job: str, incarnation: str, reason: str) -> None:
+        with self._changed:
+            self._coordinator.gone(job, incarnation, reason)
+            self._after(wake=True)
 
     def _answer_to(self, job: str, incarnation: str, question: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -215,9 +216,7 @@ class CoordinatorServer:
             reply = {"verdict": "hello"}
         except HolmesError as error:
             if question.get("op") not in ("hello", "enter"):
-                with self._changed:
-                    self._coordinator.gone(job, incarnation, f"dropped: {error}")
-                    self._after(wake=True)
+                self._gone(job, incarnation, f"dropped: {error}")
             reply = {"error": str(error)}
         number = self._coordinator.number + 1
         return {**reply, "salt_of_next": [number, self._coordinator.salt("round", number)]}
@@ -284,9 +283,22 @@ class CoordinatorServer:
                 self._after()
 
     def status(self) -> dict[str, Any]:
-        """What `holmes join status` shows."""
+        """What `holmes join status` shows. round: the last that was opened; of each job its state, its last
+        heartbeat's figures, its lag (seconds after the first in its last round), rounds counted and missed,
+        bytes relayed for it."""
         with self._changed:
-            return status_of(self._coordinator, self.relay.counted(), time.monotonic())
+            rules, relayed, now = self._coordinator, self.relay.counted(), time.monotonic()
+            jobs = [
+                {
+                    "job": m.name, "state": m.state, "ranks": len(m.hello.addresses),
+                    "heard_s": round(now - m.heard, 1), "lag_s": round(m.lag_s, 3),
+                    "rounds": m.rounds, "missed": m.missed, "relayed": relayed.get(m.name, 0),
+                    **{key: m.telemetry.get(key) for key in TELEMETRY},
+                }
+                for m in sorted(rules.members.values(), key=lambda m: m.order)
+            ]  # fmt: skip
+            return {"version": 1, "round": rules.number, "up_s": round(now - rules.started, 1), "jobs": jobs,
+                    "events": rules.events[-20:]}
 
 
 def _reachable(host: str, port: object) -> bool:

@@ -14,21 +14,16 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from holmes_ext.runtime.outer.coordinator.consensus import differing, middle, voted_out
-from holmes_ext.runtime.outer.coordinator.member import Member
 from holmes_ext.runtime.outer.coordinator.membership import Membership, Reply
 from holmes_ext.runtime.outer.coordinator.reports import CheckedReport, Claim, DoneReport
-from holmes_ext.runtime.outer.coordinator.round_state import RoundState
+from holmes_ext.runtime.outer.coordinator.state import Member, RoundState
 
 #: Times in a row that a job is waited for in vain without consequence; rounds that it sits out at most.
 _IN_VAIN, _LONGEST_REST = 2, 31
 
 
 class Settlement(Membership):
-    """rounds: by number."""
-
-    def __init__(self, now: float):
-        super().__init__(now)
-        self.rounds: dict[int, RoundState] = {}
+    """Of a run's rounds."""
 
     @abstractmethod
     def verdict(self, known: RoundState, name: str, now: float) -> Reply | None:
@@ -168,9 +163,6 @@ class Settlement(Membership):
         known.members = {name: share / total for name, share in rest.items()}
         known.attempt, known.done, known.last_report = known.attempt + 1, {}, now
         known.check, known.checked, known.excluded = 0, {}, {}
-
-    def _remembered(self) -> set[str]:
-        return {name for known in self.rounds.values() if not known.outcome for name in known.ready}
 
     def _is_late(self, member: Member, known: RoundState) -> None:
         """Others have waited for it. Who lets them wait round after round sits out: once, three times, seven

@@ -22,6 +22,7 @@ from holmes_ext.runtime.outer.rounds.codecs import OuterCodec
 from holmes_ext.runtime.outer.shards.ownership import ShardPair
 from holmes_ext.runtime.outer.shards.state import Fragment
 from holmes_ext.runtime.outer.shards.weights import bytes_of, checksum
+from holmes_ext.runtime.reduce.compress import PLAIN
 
 
 class Attempt:
@@ -39,7 +40,7 @@ class Attempt:
         self.job, self.members, self.pieces, self.peers = job, members, pieces, peers
         self.others = [name for name in members if name != job]
         self.contributors = [name for name, share in members.items() if share > 0]
-        self.codec = codec
+        self.codec = codec if self.others else PLAIN
         # What the codec's residual becomes when the round is committed.
         self.residual: torch.Tensor | None = None
 
@@ -57,16 +58,11 @@ class Attempt:
         if fragment.residual is not None and self.others:
             self.residual = fragment.residual.float()
         places = [fragment.places(piece.start, piece.stop) for piece in self.pieces]
-        mine = (
-            [self._encoded(gradient[place], place) for place in places]
-            if self.job in self.contributors
-            else []
-        )
-        came = {
-            name: [self._wire(gradient[place]) for place in places]
-            for name in self.contributors
-            if name != self.job
-        }
+        residuals = [None if self.residual is None else self.residual[place] for place in places]
+        mine = [self.codec.encode(gradient[place], residual) for place, residual in zip(places, residuals)
+                if self.job in self.contributors]  # fmt: skip
+        came = {name: [self.codec.buffer(gradient[place]) for place in places]
+                for name in self.contributors if name != self.job}  # fmt: skip
         outgoing: dict[Peer, list[memoryview]] = {}
         incoming: dict[Peer, list[memoryview]] = {}
         for index, piece in enumerate(self.pieces):
@@ -92,18 +88,10 @@ class Attempt:
         )
         return sum(sums) & (2**64 - 1)
 
-    def _encoded(self, values: torch.Tensor, place: slice) -> torch.Tensor:
-        if not self.others:
-            return values
-        return self.codec.encode(values, self.residual[place] if self.residual is not None else None)
-
-    def _wire(self, like: torch.Tensor) -> torch.Tensor:
-        return self.codec.buffer(like) if self.others else torch.empty_like(like)
-
     def _decoded(
         self, wires: Sequence[torch.Tensor], places: Sequence[slice], gradient: torch.Tensor
     ) -> torch.Tensor:
         result = torch.empty_like(gradient)
         for wire, place in zip(wires, places):
-            result[place] = self.codec.decode(wire, result[place]) if self.others else wire
+            result[place] = self.codec.decode(wire, result[place])
         return result

@@ -126,9 +126,7 @@ class PeerLinks:
                 channels[peer] = [self._channel(peer, lane, deadline) for lane in lanes]
             except OSError as error:
                 where = f" at {peer.address}" if peer.address else ""
-                failed[peer.job] = (
-                    f"rank {peer.rank} of job {peer.job}{where} cannot be reached ({why(error)})"
-                )
+                failed[peer.job] = f"{peer}{where} cannot be reached ({why(error)})"
 
         if sizes:
             with ThreadPoolExecutor(min(len(sizes), _CALLS), "holmes-call") as pool:
@@ -179,12 +177,11 @@ class PeerLinks:
         if purpose.get("purpose") != "exchange":
             self._serve(channel, purpose)
             return
-        job, incarnation, rank, lane = (purpose.get(key) for key in ("job", "incarnation", "rank", "lane"))
-        if not isinstance(job, str) or not isinstance(incarnation, str) or not isinstance(rank, int):
-            raise ConnectionError("it does not say who it is")
-        if not isinstance(lane, int) or not 0 <= lane < MOST_LANES:
-            raise ConnectionError("it does not say who it is")
-        self._keep((job, incarnation, rank, lane), channel)
+        match [purpose.get(key) for key in ("job", "incarnation", "rank", "lane")]:
+            case [str(job), str(incarnation), int(rank), int(lane)] if 0 <= lane < MOST_LANES:
+                self._keep((job, incarnation, rank, lane), channel)
+            case _:
+                raise ConnectionError("it does not say who it is")
 
 
 def lanes_for(size: int) -> int:

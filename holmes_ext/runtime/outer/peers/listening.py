@@ -10,24 +10,23 @@ from __future__ import annotations
 import socket
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.address import JoinAddress, PortRange
+from holmes_ext.runtime.outer.address import JoinAddress, JoinPlace
 from holmes_ext.runtime.outer.peers.routes import RankIdentity
 from holmes_ext.runtime.sockets.addresses import address_text, is_loopback, listen
 from holmes_ext.runtime.sockets.deadline import Deadline
-from holmes_ext.runtime.sockets.handshake import Credentials, call
 from holmes_ext.words import why
 
 #: Seconds to learn from the coordinator whether this rank can be called.
 _ASK_S = 8.0
 
 
-def open_port(place: PortRange, coordinator: JoinAddress, rank: int) -> socket.socket | None:
+def open_port(place: JoinPlace, rank: int) -> socket.socket | None:
     """A listening socket, on the address towards the coordinator (on all, if others are told another).
     HolmesError: no port can be had."""
-    if place.ports is None:
+    if place.ports.ports is None:
         return None
-    host = "" if place.host else own_host(coordinator)
-    first, last = place.ports
+    host = "" if place.ports.host else own_host(place.address)
+    first, last = place.ports.ports
     for port in range(first, last + 1):
         try:
             return listen(host, port)
@@ -41,20 +40,14 @@ def open_port(place: PortRange, coordinator: JoinAddress, rank: int) -> socket.s
     ) from None
 
 
-def told_address(
-    place: PortRange,
-    listening: socket.socket | None,
-    coordinator: JoinAddress,
-    credentials: Credentials,
-    identity: RankIdentity,
-) -> str:
+def told_address(place: JoinPlace, listening: socket.socket | None, identity: RankIdentity) -> str:
     """What other jobs call; "": they cannot, and this rank keeps a line to the coordinator."""
     if listening is None:
         return ""
     host, port = listening.getsockname()[:2]
-    if place.host:
-        return address_text(place.host, place.advertised(port))
-    if not is_loopback(host) and not _can_be_called(port, coordinator, credentials, identity):
+    if place.ports.host:
+        return address_text(place.ports.host, place.ports.advertised(port))
+    if not is_loopback(host) and not _can_be_called(port, place, identity):
         return ""
     return address_text(host, port)
 
@@ -73,14 +66,12 @@ def own_host(coordinator: JoinAddress) -> str:
         ) from None
 
 
-def _can_be_called(
-    port: int, coordinator: JoinAddress, credentials: Credentials, identity: RankIdentity
-) -> bool:
+def _can_be_called(port: int, place: JoinPlace, identity: RankIdentity) -> bool:
     """As the coordinator finds, at the address from which this rank calls it."""
     deadline = Deadline(_ASK_S, "asking whether this rank can be called")
     try:
         question = {**identity.facts, "secret": identity.secret, "purpose": "reachable", "port": port}
-        channel = call(coordinator.host, coordinator.port, credentials, question, deadline)
+        channel = place.call(question, deadline)
         try:
             return channel.receive(deadline).get("reachable") is not False
         finally:

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.address import JoinAddress, ticket
+from holmes_ext.runtime.outer.address import JoinPlace, ticket
 from holmes_ext.runtime.sockets.addresses import split_address, stays_on_host
 from holmes_ext.runtime.sockets.channel import Channel
 from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.handshake import (
     HANDSHAKE_S,
-    Credentials,
     NotHolmes,
     Refused,
     answer,
@@ -64,6 +63,9 @@ class Peer:
     address: str = ""
     ticket: str = ""
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} of job {self.job}"
+
 
 @dataclass(frozen=True)
 class RankIdentity:
@@ -87,14 +89,13 @@ class Routes:
     def __init__(
         self,
         identity: RankIdentity,
-        credentials: Credentials,
-        coordinator: JoinAddress,
+        place: JoinPlace,
         listening: socket.socket | None,
         address: str,
         incoming: Callable[[Channel, Purpose], None],
     ):
         self.identity, self.address = identity, address
-        self._credentials, self._coordinator, self._incoming = credentials, coordinator, incoming
+        self._place, self._credentials, self._incoming = place, place.credentials, incoming
         self._callbacks: dict[str, tuple[str, queue.SimpleQueue[Channel]]] = {}
         self._not_called: set[str] = set()  # addresses that could not be called back
         self._closed = False
@@ -130,12 +131,10 @@ class Routes:
 
     def _to_coordinator(self, purpose: str, deadline: Deadline, **more: Any) -> Channel:
         facts = {**self.identity.facts, "purpose": purpose, "secret": self.identity.secret, **more}
-        return call(self._coordinator.host, self._coordinator.port, self._credentials, facts, deadline)
+        return self._place.call(facts, deadline)
 
     def _through_coordinator(self, peer: Peer, facts: dict[str, Any], deadline: Deadline) -> Channel:
-        deadline = deadline.part(
-            _RELAY_S, f"reaching rank {peer.rank} of job {peer.job} through the coordinator"
-        )
+        deadline = deadline.part(_RELAY_S, f"reaching {peer} through the coordinator")
         number, came = secrets.token_hex(8), queue.SimpleQueue[Channel]()
         self._callbacks[number] = peer.ticket, came
         to = {"to_job": peer.job, "to": peer.incarnation, "to_rank": peer.rank}
@@ -155,8 +154,8 @@ class Routes:
                 connection = bare(channel.socket, deadline)
             finally:
                 channel.close()
-            where = f"rank {peer.rank} of job {peer.job}"
-            return greet(connection, where, self._credentials, facts, deadline, peer.ticket.encode(), encrypt)
+            secret = peer.ticket.encode()
+            return greet(connection, str(peer), self._credentials, facts, deadline, secret, encrypt)
         except queue.Empty:
             raise TimeoutError("it did not call back") from None
         finally:

@@ -152,7 +152,7 @@ def _move(transfer: PeerTransfer, mask: int) -> str:
         transfer.move(mask)
         return ""
     except OSError as error:
-        return f"rank {transfer.peer.rank} of job {transfer.peer.job}: {why(error)}"
+        return f"{transfer.peer}: {why(error)}"
 
 
 def _watch(change: Callable[..., Any], transfer: PeerTransfer) -> str:
@@ -162,12 +162,12 @@ def _watch(change: Callable[..., Any], transfer: PeerTransfer) -> str:
         change(transfer.connection, transfer.events, transfer)
         return ""
     except (OSError, ValueError):
-        return f"rank {transfer.peer.rank} of job {transfer.peer.job}: {_CLOSED}"
+        return f"{transfer.peer}: {_CLOSED}"
 
 
 def _late(transfer: PeerTransfer, patience_s: float) -> str:
     """Why it is not waited for; "" where it is."""
-    who = f"rank {transfer.peer.rank} of job {transfer.peer.job}"
+    who = transfer.peer
     if transfer.connection.fileno() < 0:
         return f"{who}: {_CLOSED}"
     if time.monotonic() - transfer.heard > patience_s:

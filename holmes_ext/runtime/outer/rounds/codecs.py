@@ -34,52 +34,44 @@ _LLOYD_STEPS = 5
 
 
 class _ByChunks(OuterCodec):
-    """Each chunk in bytes of its own: the shape of a tensor is [(chunks, elements kept of each)], the whole
-    chunks and a shorter one at the end."""
+    """Each chunk in bytes of its own: the whole chunks, and a shorter one at the end."""
 
     feedback, above = True, 0
-    chunk, decay = CHUNK, 1.0
+    chunk = CHUNK
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        sizes = (chunks * self._bytes_of(keep) for chunks, keep in self._shape(like.numel()))
-        return torch.empty(sum(sizes), dtype=torch.uint8, device=like.device)
+        size = sum(chunks * each for chunks, _, _, each in self._blocks(like.numel()))
+        return torch.empty(size, dtype=torch.uint8, device=like.device)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         wanted = x.float() if residual is None else torch.add(x, residual, alpha=self.decay)
         wire, at, place = self.buffer(x), 0, 0
-        for chunks, keep in self._shape(x.numel()):
-            width = self._width(keep)
+        for chunks, keep, width, each in self._blocks(x.numel()):
             part = wanted[at : at + chunks * width]
             rows = F.pad(part, (0, chunks * width - part.numel())).view(chunks, width)
-            size = chunks * self._bytes_of(keep)
-            wire[place : place + size].view(chunks, -1).copy_(self._packed(rows, keep))
-            at, place = at + part.numel(), place + size
+            wire[place : place + chunks * each].view(chunks, each).copy_(self._packed(rows, keep))
+            at, place = at + part.numel(), place + chunks * each
         if residual is not None:
             torch.sub(wanted, self.decode(wire, wanted), out=residual).nan_to_num_(0.0, 0.0, 0.0)
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         made, place = [], 0
-        for chunks, keep in self._shape(like.numel()):
-            size = chunks * self._bytes_of(keep)
-            made.append(self._unpacked(wire[place : place + size].view(chunks, -1), keep).view(-1))
-            place += size
+        for chunks, keep, _, each in self._blocks(like.numel()):
+            rows = wire[place : place + chunks * each].view(chunks, each)
+            made.append(self._unpacked(rows, keep).view(-1))
+            place += chunks * each
         return torch.cat(made)[: like.numel()].to(like.dtype) if made else torch.empty_like(like)
 
-    def _shape(self, numel: int) -> list[tuple[int, int]]:
+    def _blocks(self, numel: int) -> list[tuple[int, int, int, int]]:
+        """(chunks, then _sizes() of one of them), of chunks that are as long."""
         whole, rest = divmod(numel, self.chunk)
-        return [(whole, self._kept(self.chunk))] * (whole > 0) + [(1, self._kept(rest))] * (rest > 0)
+        return [(chunks, *self._sizes(count)) for chunks, count in ((whole, self.chunk), (1, rest))
+                if chunks * count]  # fmt: skip
 
-    def _kept(self, count: int) -> int:
-        """Of a chunk of `count` elements; a multiple of 4."""
-        raise NotImplementedError
-
-    def _width(self, keep: int) -> int:
-        """Elements of a chunk that keeps so many, zeros at its end included."""
-        raise NotImplementedError
-
-    def _bytes_of(self, keep: int) -> int:
-        """Of one chunk."""
+    def _sizes(self, count: int) -> tuple[int, int, int]:
+        """Of a chunk of `count` elements: those that are kept (a multiple of 4), its width with zeros at its
+        end, its bytes."""
         raise NotImplementedError
 
     def _packed(self, rows: torch.Tensor, keep: int) -> torch.Tensor:
@@ -94,14 +86,9 @@ class _ByChunks(OuterCodec):
 class TwoBits(_ByChunks):
     chunk = 512
 
-    def _kept(self, count: int) -> int:
-        return -(-count // _TOGETHER) * _TOGETHER
-
-    def _width(self, keep: int) -> int:
-        return keep
-
-    def _bytes_of(self, keep: int) -> int:
-        return _MAGNITUDE_BYTES + keep // _TOGETHER
+    def _sizes(self, count: int) -> tuple[int, int, int]:
+        keep = -(-count // _TOGETHER) * _TOGETHER
+        return keep, keep, _MAGNITUDE_BYTES + keep // _TOGETHER
 
     def _packed(self, rows: torch.Tensor, keep: int) -> torch.Tensor:
         sizes = rows.abs()
@@ -126,14 +113,9 @@ class TopK(_ByChunks):
     def __init__(self, keep: int):
         self.keep = keep
 
-    def _kept(self, count: int) -> int:
-        return max(_TOGETHER, -(-self.keep * count // CHUNK // _TOGETHER) * _TOGETHER)
-
-    def _width(self, keep: int) -> int:
-        return CHUNK
-
-    def _bytes_of(self, keep: int) -> int:
-        return _MAGNITUDE_BYTES + keep * 3 // 2 + keep // _TOGETHER
+    def _sizes(self, count: int) -> tuple[int, int, int]:
+        keep = max(_TOGETHER, -(-self.keep * count // CHUNK // _TOGETHER) * _TOGETHER)
+        return keep, CHUNK, _MAGNITUDE_BYTES + keep * 3 // 2 + keep // _TOGETHER
 
     def _packed(self, rows: torch.Tensor, keep: int) -> torch.Tensor:
         places = rows.abs().topk(keep, dim=1).indices.sort(dim=1).values
@@ -184,8 +166,3 @@ def residual_dtype(settings: OuterSettings) -> torch.dtype | None:
     """Of what the codec leaves out and adds the next time; None where it keeps nothing."""
     known = {"int8": torch.bfloat16, "2bit": torch.bfloat16, "topk": torch.float32}
     return known.get(settings.compress)
-
-
-def residual_share(settings: OuterSettings) -> float:
-    """What of the residual is added."""
-    return DECAY if settings.compress == "topk" else 1.0

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
-
-from holmes_ext.runtime.outer.peers.routes import Peer
-from holmes_ext.runtime.outer.shards.ownership import RankRange
 
 
 @dataclass
@@ -42,7 +39,8 @@ class InFlight:
 
     gradient: of this rank's elements. base: the version of the anchor that it was taken from. tokens: what
     this rank has read for it. period: steps until the next fragment that this rank would take (0: fixed).
-    versions: of all fragments when it was submitted.
+    versions: of all fragments when it was submitted. ended: how its round did, or what it raised, told by the
+    thread of the rounds.
     """
 
     number: int
@@ -54,26 +52,4 @@ class InFlight:
     period: int = 0
     slack_s: float = 0.0
     versions: list[int] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-    _result: RoundResult | BaseException | None = None
-
-    def end(self, result: RoundResult | BaseException) -> None:
-        """From the thread of the rounds: how the round ended, or what it raised."""
-        self._result = result
-        self.ended.set()
-
-    def result(self) -> RoundResult:
-        """Once `ended`."""
-        if isinstance(self._result, RoundResult):
-            return self._result
-        assert self._result is not None, "the round has not ended"
-        raise self._result
-
-
-@dataclass(frozen=True)
-class RemoteJob:
-    """What this rank knows of an incarnation of another job: who exchanges what at this position, and
-    where."""
-
-    ranges: list[RankRange]
-    peers: dict[int, Peer]
+    ended: Future[RoundResult] = field(default_factory=Future)

@@ -15,12 +15,9 @@ import threading
 import time
 from typing import Any
 
-import torch
-
 from holmes_ext.runtime.outer.rounds.coordinator_link import Verdict
 from holmes_ext.runtime.outer.rounds.in_flight import InFlight, RoundResult
 from holmes_ext.runtime.outer.rounds.round_runner import RoundRunner, square_of
-from holmes_ext.runtime.outer.shards.state import Fragment
 
 #: Rounds of one fragment that may wait for training; then no more are received until it has applied some.
 MOST_PENDING = 3
@@ -145,9 +142,3 @@ class RollingRunner(RoundRunner):
             self._results.append((mine, result))
             self.ended += 1
             self._changed.notify_all()
-
-    def _store(
-        self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
-    ) -> None:
-        """What was taken waits for training, as sums do."""
-        (self.state.promise if self.running else self.state.replace)(fragment, version, anchor, momentum)

@@ -28,16 +28,20 @@ from holmes_ext.runtime.outer.peers.exchange import Attempt
 from holmes_ext.runtime.outer.peers.links import PeerLinks, PeersFailed
 from holmes_ext.runtime.outer.peers.take import Donor, take
 from holmes_ext.runtime.outer.rounds.aggregate import coefficients, combine, products
-from holmes_ext.runtime.outer.rounds.claims import Claims, hexadecimal
-from holmes_ext.runtime.outer.rounds.codecs import codec_of, residual_share
-from holmes_ext.runtime.outer.rounds.coordinator_link import CoordinatorLink, Verdict
+from holmes_ext.runtime.outer.rounds.codecs import codec_of
+from holmes_ext.runtime.outer.rounds.coordinator_link import (
+    Claims,
+    CoordinatorLink,
+    RemoteJobs,
+    Verdict,
+    hexadecimal,
+)
 from holmes_ext.runtime.outer.rounds.in_flight import InFlight, RoundResult
-from holmes_ext.runtime.outer.rounds.remote_jobs import RemoteJobs
 from holmes_ext.runtime.outer.rounds.screening import Screening
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.job_ranks import JobRanks
 from holmes_ext.runtime.outer.shards.ownership import RankRange, shard_pairs
-from holmes_ext.runtime.outer.shards.state import Fragment, OuterState, Pending
+from holmes_ext.runtime.outer.shards.state import OuterState, Pending
 
 #: How often a job that begins tries to take weights, and the seconds in between: by then the coordinator
 #: knows whether the donor is gone.
@@ -72,7 +76,7 @@ class RoundRunner:
         self.settings, self.algorithm, self.codec = settings, settings.outer_algorithm(), codec_of(settings)
         self.state, self.own, self.job_ranks, self.links = state, ranges, job_ranks, links
         self.coordinator, self.job = coordinator, job
-        self.remote = RemoteJobs(coordinator, state.weights.position, state.weights.total)
+        self.remote = RemoteJobs(coordinator, job_ranks, state.weights.position, state.weights.total)
         self.number = 0
         self.claims = Claims(state, job_ranks)
         self._screening = Screening(settings.aggregate)
@@ -134,9 +138,9 @@ class RoundRunner:
     def _run(self) -> None:
         while (in_flight := self._inbox.get()) is not None:
             try:
-                in_flight.end(self._round(in_flight))
+                in_flight.ended.set_result(self._round(in_flight))
             except BaseException as error:  # noqa: BLE001 - raised where the training thread waits for it
-                in_flight.end(error)
+                in_flight.ended.set_exception(error)
 
     def _round(self, in_flight: InFlight) -> RoundResult:
         begin, sent = time.monotonic(), self.links.sent
@@ -161,7 +165,7 @@ class RoundRunner:
         residual = self.state.fragments[in_flight.fragment].residual
         if residual is None:
             return square_of(in_flight.gradient)
-        return square_of(torch.add(in_flight.gradient, residual, alpha=residual_share(self.settings)))
+        return square_of(torch.add(in_flight.gradient, residual, alpha=self.codec.decay))
 
     def _report(self, in_flight: InFlight, norm: float | None, tokens: float) -> dict[str, Any]:
         """What this job says when it is ready."""
@@ -279,12 +283,6 @@ class RoundRunner:
         drift = (away / length) ** 0.5 if length > 0 and len(used) > 1 and mine else None
         return RoundResult("commit", in_flight.number, members=shares, left_out=left_out, drift=drift)
 
-    def _store(
-        self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
-    ) -> None:
-        """What was taken from another job. Training waits for it."""
-        self.state.replace(fragment, version, anchor, momentum)
-
     def take(self, verdict: Verdict) -> RoundResult:
         """Fragments from another job, as the verdict says; collective."""
         name, number = str(verdict["from"]), int(verdict["round"])
@@ -293,7 +291,10 @@ class RoundRunner:
         if failed:
             return RoundResult("void", number, f"job {name}, which has newer weights, is gone again")
         donor = Donor(self.own, known[name].ranges, known[name].peers, self.links.routes)
-        why = take(self.state, wanted, donor, self.job_ranks, self.settings.timeout, self._store)
+        # With rounds=async it waits for training, as sums do; else training waits for it.
+        waits = self.settings.rounds == "async" and self.running
+        store = self.state.promise if waits else self.state.replace
+        why = take(self.state, wanted, donor, self.job_ranks, self.settings.timeout, store)
         for fragment in wanted:
             self.claims.forget(fragment)
         if why:

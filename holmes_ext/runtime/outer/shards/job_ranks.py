@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.runtime.outer.orthogonal import Matrices, Matrix
 from holmes_ext.runtime.outer.shards.ownership import RankRange, owned_ranges
 from holmes_ext.runtime.outer.shards.state import Fragment
 from holmes_ext.runtime.outer.shards.weights import Part
@@ -41,10 +43,6 @@ class JobRanks:
         halves = [part for value in values for part in (value & 0xFFFFFFFF, value >> 32)]
         total = self._reduced(torch.tensor(halves, device="cpu"), dist.ReduceOp.SUM).tolist()
         return [(low + (high << 32)) & _MASK for low, high in zip(total[::2], total[1::2])]
-
-    def least(self, values: Sequence[int]) -> list[int]:
-        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
-        return self._reduced(mine, dist.ReduceOp.MIN).tolist()
 
     def from_first(self, document: Any) -> Any:
         """Rank 0's document, on all ranks; those of the others count for nothing."""
@@ -135,3 +133,36 @@ def _parts(ranges: Sequence[tuple[int, int]], values: torch.Tensor) -> list[Part
         made.append(Part(start, values[place : place + stop - start]))
         place += stop - start
     return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutMatrices(Matrices):
+    """Matrices of which ranks of a job hold parts (ZeRO, FSDP, a distributed optimizer): gathered inside the
+    job for the outer step, and each rank keeps its part.
+
+        rank 0 exchanges  [ a       b  ]          gathered  [ a       b    ][ b c     ]   orthogonal: a, b
+        rank 1 exchanges              [ b c    ]  gathered  [ a       b    ][ b c     ]   orthogonal:    b, c
+
+    places: in the whole fragment, of those of which this rank exchanges something. holders: all
+    ranks of the position."""
+
+    fragment: Fragment
+    holders: Replicas
+
+    needs_others: ClassVar[bool] = True
+
+    def orthogonalize(self, flat: torch.Tensor) -> None:
+        row = torch.cat([part.values for part in self.holders.gather(self.fragment, flat)]).cpu()
+        super().orthogonalize(row)
+        for a, b in self.fragment.ranges:
+            flat[self.fragment.places(a, b)] = row[a - self.fragment.start : b - self.fragment.start]
+
+
+def gather_cut_matrices(
+    fragments: Sequence[Fragment], matrices: Sequence[Matrix], holders: Replicas, device: torch.device
+) -> None:
+    """From now on the outer steps of these fragments are collective over the ranks of the position."""
+    for fragment in fragments:
+        places = [replace(matrix, start=matrix.start - fragment.start) for matrix in matrices
+                  if any(matrix.start < b and a < matrix.stop for a, b in fragment.ranges)]  # fmt: skip
+        fragment.matrices = CutMatrices(places=places, device=device, fragment=fragment, holders=holders)

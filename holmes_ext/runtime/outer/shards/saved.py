@@ -26,9 +26,7 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 def opened(saved: Any, source: str) -> dict[str, Any]:
     """What was sealed. HolmesError when it is damaged, or of another version."""
     if not isinstance(saved, dict) or not isinstance(saved.get("version"), int):
-        raise HolmesError(
-            f"{source}: this is not outer state; omit it to take the weights from another job"
-        )
+        raise HolmesError(f"{source}: this is not outer state; omit it to take the weights from another job")
     if saved["version"] != VERSION:
         raise HolmesError(
             f"{source}: outer state of version {saved['version']}, this holmes_ext reads {VERSION}; omit"

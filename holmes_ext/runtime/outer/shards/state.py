@@ -1,4 +1,4 @@
-"""The outer state of one rank: of every fragment the elements that it exchanges (elements.owners), on the
+"""The outer state of one rank: of every fragment the elements that it exchanges (ownership.owners), on the
 host.
 
     anchor      float32: as they were after their last outer step; the same bits in every job
@@ -23,6 +23,9 @@ from holmes_ext.runtime.outer.rounds.codecs import residual_dtype
 from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.outer.shards.ownership import Range, RankRange, fragment_cuts, owned_ranges
 from holmes_ext.runtime.outer.shards.weights import Weights, checksum
+
+#: Tensors of a fragment that a checkpoint has.
+_SAVED = ("anchor", "momentum", "residual")
 
 
 @dataclass
@@ -67,13 +70,12 @@ class Fragment:
 
     def checksum(self, position: str, salt: str = "") -> int:
         """Of anchor and momentum at this position; the ranks' add up."""
-        total, place = 0, 0
+        total = 0
         for start, stop in self.ranges:
-            there = slice(place, place + stop - start)
+            there = self.places(start, stop)
             total += checksum(self.anchor[there], start, f"anchor {position} {salt}")
             if self.momentum is not None:
                 total += checksum(self.momentum[there], start, f"momentum {position} {salt}")
-            place += stop - start
         return total & (2**64 - 1)
 
     def places(self, start: int, stop: int) -> slice:
@@ -188,16 +190,8 @@ class OuterState:
         """For a checkpoint (saved.py). pending: with what is committed and not applied yet."""
         fragments = []
         for f in self.fragments:
-            content: dict[str, Any] = {
-                "ranges": [list(pair) for pair in f.ranges],
-                "version": f.version,
-                "anchor": f.anchor.clone(),
-            }
-            content |= {
-                name: value.clone()
-                for name, value in (("momentum", f.momentum), ("residual", f.residual))
-                if value is not None
-            }
+            content: dict[str, Any] = {"ranges": [list(pair) for pair in f.ranges], "version": f.version}
+            content |= {name: value.clone() for name in _SAVED if (value := getattr(f, name)) is not None}
             content["pending"] = [_copied(step) for step in f.pending] if pending else []
             fragments.append(content)
         return {"position": self.weights.position, "digest": self.weights.digest, "fragments": fragments}
@@ -220,7 +214,7 @@ class OuterState:
                     f"{source}: the outer state was saved with other data-parallel sizes; resume with those, "
                     f"or omit the outer state to take it from another job"
                 )
-            for name in ("anchor", "momentum", "residual"):
+            for name in _SAVED:
                 if getattr(mine, name) is not None and name in theirs:
                     getattr(mine, name).copy_(theirs[name])
             mine.version = theirs["version"]

@@ -1,4 +1,4 @@
-"""The weights that one rank holds, as ranges of its position's row of elements (elements.py): read, written,
+"""The weights that one rank holds, as ranges of its position's row of elements (ownership.py): read, written,
 compared.
 
 A framework's patch makes the parts: views of the tensors that its optimizer steps (main weights in float32
@@ -176,7 +176,4 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 #: Shift, the bits that it leaves, and the factor as a signed number.
-_MIX = (
-    (30, 2**34 - 1, 0xBF58476D1CE4E5B9 - 2**64),
-    (27, 2**37 - 1, 0x94D049BB133111EB - 2**64),
-)
+_MIX = ((30, 2**34 - 1, 0xBF58476D1CE4E5B9 - 2**64), (27, 2**37 - 1, 0x94D049BB133111EB - 2**64))

@@ -7,11 +7,11 @@ import threading
 import time
 
 import pytest
-from joined_jobs import TOKEN, coordinator
+from joined_jobs import TOKEN, coordinator, place_at
 from waiting import await_, soon
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.outer.coordinator import heartbeat as heartbeats
+from holmes_ext.runtime.outer.coordinator import client as clients
 from holmes_ext.runtime.outer.coordinator.client import CoordinatorClient, ask_status
 from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
 from holmes_ext.runtime.sockets.handshake import WRONG_TOKEN, Credentials, Refused, call
@@ -34,7 +34,7 @@ def hello(least=1, timeout=20.0, **more):
 
 def job(name, port, token=TOKEN, least=1, timeout=20.0, **more):
     document = hello(least, timeout, **more)
-    return CoordinatorClient(name, "127.0.0.1", port, Credentials(token), lambda: document)
+    return CoordinatorClient(place_at(name, port, token=token), lambda: document)
 
 
 def status(port, token=TOKEN):
@@ -95,7 +95,7 @@ def test_a_wrong_token_is_one_line_and_not_tried_again():
 
 
 def test_a_job_that_ends_is_gone_at_once(monkeypatch):
-    monkeypatch.setattr(heartbeats, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(clients, "HEARTBEAT_S", 0.1)
     with coordinator() as server:
         one = job("east", server.port)
         one.ask("enter", {}, soon())
@@ -120,7 +120,7 @@ def test_a_job_that_dies_before_its_first_heartbeat_is_gone_at_once():
 
 
 def test_jobs_come_back_to_a_restarted_coordinator(monkeypatch):
-    monkeypatch.setattr(heartbeats, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(clients, "HEARTBEAT_S", 0.1)
     with coordinator() as server:
         one = job("east", server.port)
         one.ask("enter", {}, soon())
@@ -209,7 +209,7 @@ def test_nonsense_is_answered_or_cut_off_and_named():
         with pytest.raises(Refused, match="does not know 'dance'"):
             one.ask("dance", {}, soon())
         del (broken := hello())["maps"]
-        one = CoordinatorClient("west", "127.0.0.1", server.port, Credentials(TOKEN), lambda: broken)
+        one = CoordinatorClient(place_at("west", server.port), lambda: broken)
         with pytest.raises(Refused, match="hello of a job: key 'maps' is missing"):
             one.ask("enter", {}, soon())
 
@@ -230,7 +230,7 @@ def test_a_connection_speaks_for_its_own_job_alone():
     with coordinator() as server:
         east = job("east", server.port)
         east.ask("enter", {}, soon())
-        thief = CoordinatorClient("east", "127.0.0.1", server.port, Credentials(TOKEN), hello)
+        thief = CoordinatorClient(place_at("east", server.port), hello)
         thief.incarnation = east.incarnation
         with pytest.raises(Refused, match="it is job east, but is another"):
             thief.ask("ready", READY, soon(2))
