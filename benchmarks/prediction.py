@@ -41,7 +41,7 @@ from holmes_ext.lab.compare import Variant, all_rdma, compare, tuned
 from holmes_ext.lab.samples import examples
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
-from holmes_ext.patches.torch.traits import LOOP
+from holmes_ext.patches.torch.features import LOOP
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model

@@ -24,7 +24,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from holmes_ext.lab.samples import examples
-from holmes_ext.patches.torch.traits import DDP
+from holmes_ext.patches.torch.features import DDP
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.step import simulate

@@ -25,7 +25,7 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
 from holmes_ext.lab import interleave
 from holmes_ext.lab.compare import all_rdma
-from holmes_ext.patches.torch.traits import DDP, LOOP
+from holmes_ext.patches.torch.features import DDP, LOOP
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import stock_fabric

@@ -18,14 +18,13 @@ __all__ = [
 _MODULES = {
     "torch": ("groups", "ddp", "fsdp", "passes", "pipelining", "joined", "telemetry"),
     "deepspeed": (
-        "p2p", "edges", "narrow", "reduce", "two_level", "partition", "checkpoints", "joined", "profile",
-        "telemetry",
+        "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),
     "lightning": ("ranks",),
     "transformers": ("joined_data",),
     "megatron": (
-        "megatron_deepspeed", "unused", "core", "reduce.reduction", "reduce.gather", "reduce.tied", "p2p",
-        "slices", "edges", "experts", "joined", "joined_data", "profile", "megatron_lm", "telemetry",
+        "unused", "core", "reduce.reduction", "reduce.gather", "reduce.tied", "p2p", "edges", "experts",
+        "joined", "profile", "flags", "megatron_lm", "telemetry",
     ),
 }  # fmt: skip
 

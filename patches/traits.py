@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
-from holmes_ext.patches.torch.traits import DDP, FSDP2, LOOP, TORCHTITAN
+from holmes_ext.patches.torch.features import DDP, FSDP2, LOOP, TORCHTITAN
 from holmes_ext.plan.engine import ABILITIES, EngineTraits
 
 #: By the names of `holmes plan --for`.

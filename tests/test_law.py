@@ -64,7 +64,6 @@ DYNAMIC = {
     "holmes_ext/lab/__init__.py": "the public names, when they are used",
     "holmes_ext/lab/process/zygote.py": "what --preload names",
     "patches/__init__.py": "the table of modules that hold patches",
-    "patches/engine/location.py": "a patched function is unpickled by its name",
 }
 #: What works where torch is not installed, with all that it imports at its top.
 WITHOUT_TORCH = (

@@ -91,7 +91,7 @@ def _check_plan(command: Command, options: Options, rest: list[str],
     plan = check_plan(load_plan(options.plan), site) if options.plan else build_plan(site, sizes)
     yield from _check_layout(rest, plan, bool(options.plan) or options.partition != "uniform")
     if config is not None and config.digest:
-        for line in ds_config.check(config, plan, options.overlap if options.overlap != "auto" else None):
+        for line in ds_config.check(config, plan, options.overlap):
             yield note(config.path, line, "the setting does nothing", "remove it")
     for straddle in plan.straddling:
         yield note(f"{straddle.kind} groups",

@@ -16,7 +16,6 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import edges as deepspeed_edges
-from holmes_ext.patches.deepspeed import narrow as deepspeed_narrow
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -55,7 +54,7 @@ def all_ways(rank):
     for narrow, inflight in WAYS:
         options = Options(edges=narrow, inflight=inflight)
         plan = build_plan(site, Sizes(2), options=options)
-        registry = Registry((*deepspeed_edges.PATCHES, *deepspeed_narrow.PATCHES))
+        registry = Registry(deepspeed_edges.PATCHES)
         registry.enable(["deepspeed-edges", "deepspeed-narrow"], required=True, disabled=frozenset())
         session.set_active(session.Session(options, Process(rank, 2, 0, 1, "", 0, "test"), site, plan, rank))
         sent = [0]
@@ -64,7 +63,7 @@ def all_ways(rank):
             data = overlap.batches(0, overlap.STEPS)
             found[narrow, inflight] = [engine.train_batch(data).item() for _ in range(overlap.STEPS)], sent[0]
         try:
-            deepspeed_narrow._wire_to(1 - rank).outgoing(torch.zeros(2, 2, dtype=torch.bool))
+            deepspeed_edges._wire_to(1 - rank).outgoing(torch.zeros(2, 2, dtype=torch.bool))
             refused = ""
         except HolmesError as error:
             refused = str(error)

@@ -43,16 +43,15 @@ def from_arguments(argv: list[str]) -> DsConfig | None:
 
 def checked(config: DsConfig, current: Session) -> list[str]:
     """check(); the file and the plan are the same on all ranks, so rank 0 alone says what is wrong."""
-    overlap = current.options.overlap if current.options.overlap != "auto" else None
     try:
-        return check(config, current.plan, overlap)
+        return check(config, current.plan, current.options.overlap)
     except HolmesError as error:
         raise error if current.rank == 0 else RemoteError(str(error)) from None
 
 
-def check(config: DsConfig, plan: Plan, overlap: str | None = None) -> list[str]:
+def check(config: DsConfig, plan: Plan, overlap: str = "auto") -> list[str]:
     """Lines for the user about settings that have no effect under the plan; HolmesError names file and key of
-    one that contradicts it. overlap: "on" or "off" where the user gave --holmes-overlap."""
+    one that contradicts it. overlap: of --holmes-overlap."""
     pipeline = plan.sizes.pipeline if plan.sizes else 1
     settings = config.content.get("pipeline")
     settings = settings if isinstance(settings, dict) else {}
@@ -66,7 +65,7 @@ def check(config: DsConfig, plan: Plan, overlap: str | None = None) -> list[str]
         raise _contradiction(config, "pipeline.partition", partition, way_out)
     zero = config.content.get("zero_optimization")
     wants = zero.get("overlap_comm") if isinstance(zero, dict) else None
-    if wants is not None and overlap is not None and bool(wants) != (overlap == "on"):
+    if wants is not None and overlap != "auto" and bool(wants) != (overlap == "on"):
         way_out = f"--holmes-overlap is {overlap}; remove one of them"
         raise _contradiction(config, "zero_optimization.overlap_comm", wants, way_out)
     if wants and pipeline > 1:

@@ -1,4 +1,5 @@
-"""DeepSpeed's pipeline engine without waits for sends, and with micro-batches in flight to hide slow edges.
+"""DeepSpeed's pipeline engine without waits for sends, with micro-batches in flight to hide slow edges, and
+with fewer bits between clusters (--holmes-edges bf16, int8; runtime/groups/wire.py).
 
     stock    1F1B (TrainSchedule); p2p.send and p2p.recv block: an edge's time stands between its ends' passes
     here     1F1B with the plan's number of forward passes before a stage's first backward; sends go by
@@ -25,24 +26,26 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from holmes_ext.patches.deepspeed.features import EDGES
-from holmes_ext.patches.deepspeed.p2p import grid_sizes, messages, over
+from holmes_ext.patches.deepspeed.features import EDGES, NARROW
+from holmes_ext.patches.deepspeed.p2p import grid_sizes, messages, pairs_by_peer
 from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.passes.schedule import before
+from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import Flight, ListedOrder, flight_of
+from holmes_ext.runtime.groups.wire import PLAIN, Wire
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 
 #: The mailbox of this process's pipeline; None where its edges are the engine's own.
 _mailbox: Mailbox | None = None
 
 
-def opened() -> Mailbox | None:
+def _opened() -> Mailbox | None:
     """The mailbox, while it carries the messages of a step."""
     return _mailbox if _mailbox is not None and (_mailbox.open or _mailbox.listening) else None
 
@@ -78,19 +81,49 @@ def _make_groups(current, wrapped, instance, grid):
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
     stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(grid.pipe_parallel_size)}
     _mailbox = mailbox.of_pairs(pairs, current.rank, stages, dist.group.WORLD)
+    pairs_by_peer.update(_mailbox.by_peer)
     return result
 
 
 def _through_mailbox(direction, stock, tensor, stage, async_op):
-    """Inside a training step; outside (evaluation) they block, over the same groups."""
-    if _mailbox is None:
+    """Inside a training step; outside (evaluation) they block, over the same groups (p2p.py)."""
+    if (box := _opened()) is None:
         return stock(tensor, stage, async_op)
     from deepspeed.runtime.pipe import p2p
 
-    peer = p2p._grid.stage_to_global(stage_id=stage)
-    if opened() is not None:
-        return getattr(_mailbox, direction)(tensor, peer)
-    return over(_mailbox.group(peer, direction), direction, tensor, stage)
+    return getattr(box, direction)(tensor, p2p._grid.stage_to_global(stage_id=stage))
+
+
+def _wire_to(stage: int) -> Wire:
+    """Of this rank's edge to `stage`, a neighbour."""
+    current, network_api = session.active(), network_api_of(backend_of())
+    if current is None or not network_api:
+        return PLAIN
+    from deepspeed.runtime.pipe import p2p
+
+    grid: Any = p2p._grid
+    my_stage, stages = grid.get_stage_id(), grid.pipe_parallel_size
+    planned = current.plan_for(grid_sizes(current, grid)).traffic_of(network_api).edges
+    first = min(my_stage, stage) if abs(my_stage - stage) == 1 else stages - 1
+    narrow = planned[first % len(planned)].narrow
+    return Wire(narrow=narrow, edge=f"stage {my_stage}'s edge to stage {stage}")
+
+
+def _narrowed(direction, stock, tensor, stage, async_op):
+    """What is sent is narrowed, what is received is decoded into the engine's buffer."""
+    import torch
+
+    # the engine's messages about shapes are integers
+    wire = PLAIN if tensor.dtype in (torch.int32, torch.int64) else _wire_to(stage)
+    if (box := _opened()) is not None:  # it carries the message, and asks for the wire
+        box.wire_to = lambda peer: wire
+        return stock(tensor, stage, async_op)
+    if direction == "send":
+        return stock(wire.outgoing(tensor), stage, async_op)
+    part, finish = wire.incoming(tensor)
+    done = stock(part, stage, async_op)
+    finish()
+    return done
 
 
 @by_name
@@ -208,8 +241,7 @@ def _exec_schedule(current, wrapped, instance, pipe_schedule):
     planned = flight_of(plan, network_api_of(backend_of()))
     reason = unsupported(instance, planned) if planned else None
     if reason:
-        text = f"DeepSpeed's own pipeline schedule is used: {reason}"
-        tell(current, text, once=text)
+        tell(current, f"DeepSpeed's own pipeline schedule is used: {reason}", once=True)
     if reason or not planned:
         return wrapped(pipe_schedule)
     if not _mailbox.knows:
@@ -241,6 +273,8 @@ PATCHES = (
           "groups are made where the engine sets up its p2p, on all ranks at once", _make_groups),
     *messages(EDGES, _through_mailbox, "p2p.send waits until the other end has the message",
               "p2p.recv is posted when the message is needed, too late for it to travel before"),
+    *messages(NARROW, _narrowed, "activations and gradients cross as wide as they are computed",
+              "what was narrowed is widened"),
     Patch(EDGES, f"{_ENGINE}._exec_schedule",
           "the schedule keeps as few micro-batches in flight as free edges need", _exec_schedule),
     Patch(EDGES, f"{_ENGINE}._send_tensor_meta",

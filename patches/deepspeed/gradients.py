@@ -15,7 +15,6 @@ from holmes_ext.patches.deepspeed.versions import ask
 
 
 def gradients_of(engine: Any) -> PlainGradients:
-    """Of the engine's optimizer."""
     kinds = {"BF16_Optimizer": Bf16Gradients, "DeepSpeedZeroOptimizer": ZeroGradients}
     return kinds.get(type(engine.optimizer).__name__, PlainGradients)(engine)
 

@@ -18,29 +18,30 @@ from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.decide import pair_needs_group
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import check_grid
 from holmes_ext.runtime.groups.members import groups_of
+from holmes_ext.runtime.session import Session
 
-#: This rank's pair groups: the other's rank -> process group. Filled when the engine sets up its p2p.
-_pairs: dict[int, object] = {}
+#: This rank's pair groups: the other's rank -> process group. Filled when the engine sets up its p2p, with
+#: those of edges.py where it is on.
+pairs_by_peer: dict[int, object] = {}
 
 
 @with_session
 @by_name
 def _make_pair_groups(current, wrapped, instance, grid):
-    """The pairs of neighbours that the plan gives a group; none where edges.py has groups for them."""
+    """The pairs of neighbours that the plan gives a group; edges.py has groups for all of them."""
     import torch.distributed as dist
 
     result, network_api = wrapped(grid), network_api_of(backend_of())
-    _pairs.clear()
+    pairs_by_peer.clear()
     if not network_api or registry().is_on(EDGES.name):
         return result
     world = range(current.plan.world_size)
     pairs = [pair for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})
              if pair_needs_group(current.plan, pair, world, network_api)]
-    _pairs.update(groups_of(pairs, current.rank, dist.group.WORLD))
+    pairs_by_peer.update(groups_of(pairs, current.rank, dist.group.WORLD))
     return result
 
 
@@ -60,26 +61,18 @@ def messages(feature: Feature, carry: Callable[..., Any], sending: str, receivin
             for wrap, reason in ((send, sending), (recv, receiving))]
 
 
-def over(group: Any, direction: str, tensor: Any, stage: int) -> Any:
-    """p2p.send or p2p.recv over another group than the world's."""
+def _over_pair_group(direction, stock, tensor, stage, async_op):
     from deepspeed import comm
     from deepspeed.runtime.pipe import p2p
 
+    peer = p2p._grid.stage_to_global(stage_id=stage)
+    if async_op or peer not in pairs_by_peer:
+        return stock(tensor, stage, async_op)
     p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
-    return getattr(comm, direction)(tensor, p2p._grid.stage_to_global(stage_id=stage), group=group)
+    return getattr(comm, direction)(tensor, peer, group=pairs_by_peer[peer])
 
 
-def _over_pair_group(direction, stock, tensor, stage, async_op):
-    if _pairs and session.active() is not None and not async_op:
-        from deepspeed.runtime.pipe import p2p
-
-        group = _pairs.get(p2p._grid.stage_to_global(stage_id=stage))
-        if group is not None:
-            return over(group, direction, tensor, stage)
-    return stock(tensor, stage, async_op)
-
-
-def grid_sizes(current: session.Session, grid: Any) -> Sizes:
+def grid_sizes(current: Session, grid: Any) -> Sizes:
     """Complete sizes of DeepSpeed's grid, which has no axis for context and experts."""
     planned, pipeline, tensor = current.plan.sizes, grid.pipe_parallel_size, grid.model_parallel_size
     if planned is not None and (planned.pipeline, planned.tensor) == (pipeline, tensor):
@@ -89,7 +82,6 @@ def grid_sizes(current: session.Session, grid: Any) -> Sizes:
 
 @with_session
 def _check_grid(current, wrapped, instance, args, kwargs):
-    """Once the real sizes are known."""
     result = wrapped(*args, **kwargs)
     check_grid(current, grid_sizes(current, instance))
     return result

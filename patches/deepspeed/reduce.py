@@ -77,7 +77,7 @@ class _Overlap:
         one_queue = engine.device.type == "cuda" and one_hardware_queue() and engine.num_stages > 1
         self.holds = one_queue and engine.stage_id > 0
         if one_queue and (current := session.active()):
-            tell(current, _ONE_QUEUE, once=_ONE_QUEUE)
+            tell(current, _ONE_QUEUE, once=True)
 
     @property
     def armed(self) -> bool:
@@ -175,11 +175,9 @@ PATCHES = (
           "where a batch begins, to know which backward pass is its last", _begin),
     Patch(OVERLAP, f"{_ENGINE}._exec_backward_pass",
           "the engine reduces nothing before its last backward pass has ended", _backward,
-          parameters=("buffer_id",), rebind=(f"{_ENGINE}._INSTRUCTION_MAP[BackwardPass]",)),
+          parameters=("buffer_id",)),
     Patch(OVERLAP, f"{_ENGINE}._exec_reduce_tied_grads",
-          "after the last gradient's send, before any reduction", _reduce_tied,
-          rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceTiedGrads]",)),
+          "after the last gradient's send, before any reduction", _reduce_tied),
     Patch(OVERLAP, f"{_ENGINE}._exec_reduce_grads",
-          "what is left of the reduction, in place of the whole of it", _reduce,
-          rebind=(f"{_ENGINE}._INSTRUCTION_MAP[ReduceGrads]",)),
+          "what is left of the reduction, in place of the whole of it", _reduce),
 )  # fmt: skip

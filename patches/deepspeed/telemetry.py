@@ -23,7 +23,6 @@ from holmes_ext.runtime.measure import telemetry
 
 
 def _train_batch(wrapped, instance, args, kwargs):
-    """PipelineEngine.train_batch is one step."""
     recorder = telemetry.recorder
     if recorder is None:
         return wrapped(*args, **kwargs)
@@ -55,7 +54,6 @@ def _engine_step(wrapped, instance, args, kwargs):
 
 
 def _learn_grid(wrapped, instance, args, kwargs):
-    """DeepSpeed's sizes, where its grid is made."""
     wrapped(*args, **kwargs)
     pipeline, tensor = instance.pipe_parallel_size, instance.model_parallel_size
     telemetry.learn_sizes(Sizes(pipeline=pipeline, tensor=tensor, data=instance.data_parallel_size))
@@ -96,8 +94,7 @@ PATCHES = (
     Patch(TELEMETRY, "deepspeed.runtime.engine:DeepSpeedEngine.step", "a step of the plain engine",
           _engine_step),
     *(Patch(TELEMETRY, f"{_PIPE}._exec_{kind}_pass", "spans of the trace",
-            inside(partial(telemetry.span, kind)),
-            rebind=(f"{_PIPE}._INSTRUCTION_MAP[{kind.capitalize()}Pass]",))
+            inside(partial(telemetry.span, kind)))
       for kind in ("forward", "backward")),
     Patch(TELEMETRY, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
           "the pipeline's size tells what each group is for", _learn_grid, parameters=("topology",)),

@@ -149,8 +149,7 @@ PATCHES = (
     Patch(TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer",
           "says that ZeRO 3 over several clusters is not helped", _tell_stage_3),
     Patch(TIED, "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_tied_grads",
-          "tells the all-reduces of tied gradients from others", _reducing_tied,
-          rebind=("deepspeed.runtime.pipe.engine:PipelineEngine._INSTRUCTION_MAP[ReduceTiedGrads]",)),
+          "tells the all-reduces of tied gradients from others", _reducing_tied),
     Patch(TIED, "deepspeed.comm.comm:all_reduce",
           "every data-parallel rank would send the whole gradient to another cluster", _all_reduce_tied),
 )  # fmt: skip

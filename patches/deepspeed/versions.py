@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-from holmes_ext.patches.engine.patch import ByVersion
+from packaging.version import Version
+
+from holmes_ext.patches.engine.patch import installed_version, release_of
 
 
 def _muon(zero: Any) -> bool:
@@ -26,8 +29,9 @@ def _compact(zero: Any) -> bool:
     return any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups))))
 
 
-#: How an engine or optimizer answers.
-_TABLE = ByVersion("deepspeed", {
+#: How an engine or optimizer answers. A line stands for the release that it names and every later one, up to
+#: the next line of that name; the oldest first.
+_TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
     # of an engine
     "dynamic_shape": (_NEVER, ("0.15.0", lambda engine: engine.dynamic_shape)),
     "deepcompile": (_NEVER, ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
@@ -47,9 +51,11 @@ _TABLE = ByVersion("deepspeed", {
         ("0.19.7", lambda zero: zero.round_robin_bit16_offsets),
     ),
     "muon": (_NEVER, ("0.17.6", _muon)),
-})  # fmt: skip
+}  # fmt: skip
 
 
 def ask(name: str, of: Any) -> Any:
     """What the installed version answers to `name` of the table, of an engine or an optimizer."""
-    return _TABLE[name](of)
+    installed = release_of(installed_version("deepspeed") or "")
+    answer = next(answer for since, answer in reversed(_TABLE[name]) if Version(since) <= installed)
+    return answer(of)

@@ -3,20 +3,17 @@
 A location remembers the original and the patches on it, outermost last. Removing one builds the value anew
 from the original, so features that patch the same function can be switched off in any order.
 
-`from x import f` copies are found by identity among the modules of the target's top-level package, each time
-anew: so a copy that was made while the patch was on is put right too when it is undone. Copies that
-others hold (a user's own import) keep the wrapper, which from then on only calls the original.
+Copies are found by identity, each time anew, so that one which was made while the patch was on is put right
+too when it is undone: of a function (`from x import f`) in the modules of the target's top-level package, of
+a method in the dicts of its class. Copies that others hold (a user's own import) keep the wrapper, which from
+then on only calls the original.
 """
 
 import functools
-import importlib
 import inspect
 import logging
-import operator
 import sys
-from types import FunctionType, ModuleType
-
-import wrapt
+from types import ModuleType
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.source import missing_parameters
@@ -28,32 +25,6 @@ class Misfit(Exception):
     """The target is not what the patch expects; the message is the reason."""
 
 
-def _named(module, qualname):
-    return operator.attrgetter(qualname)(importlib.import_module(module))
-
-
-class _Bound(wrapt.BoundFunctionWrapper):
-    def __reduce_ex__(self, protocol):
-        if self._self_instance is None:  # reached through the class
-            return _named, (self.__wrapped__.__module__, self.__wrapped__.__qualname__)
-        return getattr, (self._self_instance, self.__wrapped__.__name__)
-
-
-class Wrapper(wrapt.FunctionWrapper):
-    """wrapt's wrapper, which can also be pickled (by name, as functions are) and copied (to itself)."""
-
-    __bound_function_wrapper__ = _Bound
-
-    def __reduce_ex__(self, protocol):
-        return self.__wrapped__.__qualname__
-
-    def __copy__(self):
-        return self
-
-    def __deepcopy__(self, memo):
-        return self
-
-
 class Location:
     """The target of one or more patches, in a module that is imported. Not thread-safe."""
 
@@ -63,12 +34,11 @@ class Location:
         self.parent, self.name = _locate(patch.module, patch.qualname)
         self.inherited = self.name not in vars(self.parent)
         self.original = _raw(self.parent, self.name)
-        self.value = self.entry = self.original  # what attributes hold, what dict entries hold
+        self.value = self.original  # what the attribute holds now
         self.patches: list[Patch] = []
-        self.entries: list[tuple[dict, object]] = []  # (table, key)
 
     def check(self, patch: Patch) -> None:
-        """Misfit when the target lacks the patch's parameters, or a rebind place does not hold it."""
+        """Misfit when the target lacks the patch's parameters."""
         if patch.parameters:
             try:
                 names = inspect.signature(getattr(self.parent, self.name)).parameters
@@ -76,14 +46,11 @@ class Location:
                 raise Misfit(f"{patch.target} has no signature to check") from None
             if reason := missing_parameters(patch, names):
                 raise Misfit(reason)
-        self._entries_of(patch)
 
     def add(self, patch: Patch) -> None:
         """Apply the patch. Raises what its replace raises, and then has changed nothing."""
-        entries = self._entries_of(patch)
         value = self._apply(patch, self.value)
         self.patches.append(patch)
-        self.entries += entries
         self._hold(value)
 
     def remove(self, patch: Patch) -> None:
@@ -95,9 +62,23 @@ class Location:
         self._hold(value)
 
     def _apply(self, patch, value):
+        """What a patch puts in the place of value: a function like it, bound, pickled and copied as such."""
         if patch.replace:
             return patch.replace(value)
-        return Wrapper(value, patch.wrap, enabled=lambda: patch in self.patches)
+        kind = type(value) if isinstance(value, (staticmethod, classmethod)) else None
+        function = value.__func__ if kind else value
+        of_instance = not isinstance(self.parent, ModuleType) and kind is not staticmethod
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            instance, wrapped = None, function
+            if of_instance:
+                instance, args = args[0], args[1:]
+                wrapped = function.__get__(instance, type(instance))
+            on = patch in self.patches
+            return patch.wrap(wrapped, instance, args, kwargs) if on else wrapped(*args, **kwargs)
+
+        return kind(call) if kind else call
 
     def _hold(self, value):
         """Put value into the attribute and all its copies, where the former value was."""
@@ -108,41 +89,18 @@ class Location:
             delattr(self.parent, self.name)
         else:
             setattr(self.parent, self.name, value)
-        # not constants: every None is the same one
-        if isinstance(self.parent, ModuleType) and callable(self.original):
-            for module in _modules(self.package):
-                for name, held in list(vars(module).items()):
+        self.value = value
+        if callable(self.original):  # not constants: every None is the same one
+            for table in self._tables():
+                for key, held in list(table.items()):
                     if held is former:
-                        setattr(module, name, value)
-        self.value, self.entry = value, self._as_entry(value)
-        for table, key in self.entries:
-            table[key] = self.entry
+                        table[key] = value
 
-    def _as_entry(self, value):
-        """What a dict holds for a method: a function of (self, ...): wrappers bind only as attributes."""
-        of_class = type(self.original) is FunctionType and not isinstance(self.parent, ModuleType)
-        if not isinstance(value, Wrapper) or not of_class:
-            return value
-
-        @functools.wraps(self.original)
-        def call(instance, *args, **kwargs):
-            return value.__get__(instance, type(instance))(*args, **kwargs)
-
-        return call
-
-    def _entries_of(self, patch):
-        """The dict entries that patch.rebind names, in imported modules; others copy the patched object."""
-        entries = []
-        for module, qualname, name in patch.rebind_places():
-            if module in sys.modules:
-                parent, attribute = _locate(module, qualname)
-                table = getattr(parent, attribute)
-                keys = [key for key in table if name in (key, getattr(key, "__name__", None))]
-                if not keys or not all(any(table[key] is mine for mine in (self.original, self.entry))
-                                       for key in keys):
-                    raise Misfit(f"{module}:{qualname}[{name}] does not hold {patch.target}")
-                entries += [(table, key) for key in keys]
-        return entries
+    def _tables(self):
+        """The dicts that may have copies."""
+        if isinstance(self.parent, ModuleType):
+            return [vars(module) for module in _modules(self.package)]
+        return [table for table in list(vars(self.parent).values()) if isinstance(table, dict)]
 
 
 def _locate(module, qualname):

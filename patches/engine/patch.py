@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -15,7 +15,6 @@ from packaging.version import InvalidVersion, Version
 from holmes_ext.options import CHOICES, Options, flag
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_REBIND = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)\[(\w+)\]")
 
 
 @functools.cache
@@ -40,19 +39,6 @@ def release_of(version: str) -> Version:
     except InvalidVersion:
         return UNKNOWN
     return release if release > Version("0.1") else UNKNOWN
-
-
-class ByVersion:
-    """What the versions of one distribution call differently, as a table: a line stands for the release that
-    it names and every later one, up to the next line of that name; the oldest first
-    (deepspeed/versions.py)."""
-
-    def __init__(self, distribution: str, table: dict[str, tuple[tuple[str, Any], ...]]):
-        self._distribution, self._table = distribution, table
-
-    def __getitem__(self, name: str) -> Any:
-        version = release_of(installed_version(self._distribution) or "")
-        return next(value for since, value in reversed(self._table[name]) if Version(since) <= version)
 
 
 @dataclass(frozen=True)
@@ -131,8 +117,6 @@ class Patch:
     replace     instead of wrap: replace(original) -> the object to put in its place; original as stored (a
                 staticmethod object stays one).
     parameters  names of the target's parameters that wrap or replace relies on; those of wrap.by_name.
-    rebind      entries of dicts that hold the target too: "module:qualname[KEY]", where KEY is a string key
-                or the __name__ of a key that is a class. Copies in modules are found (location.py).
     only        PEP 440 range of the feature's versions that have this target, "" for all of them.
 
     ValueError when a field is malformed.
@@ -144,7 +128,6 @@ class Patch:
     wrap: Callable | None = None
     replace: Callable | None = None
     parameters: tuple[str, ...] = ()
-    rebind: tuple[str, ...] = ()
     only: str = ""
 
     def __post_init__(self):
@@ -155,9 +138,6 @@ class Patch:
             raise ValueError(f"target must be 'module:qualname', not {self.target!r}")
         if (self.wrap is None) == (self.replace is None):
             raise ValueError(f"{self.target}: give exactly one of wrap and replace")
-        for place in self.rebind:
-            if not _REBIND.fullmatch(place):
-                raise ValueError(f"{self.target}: rebind {place!r} is not 'module:qualname[key]'")
 
     @property
     def module(self) -> str:
@@ -170,10 +150,6 @@ class Patch:
     def belongs_to(self, version: str | None) -> bool:
         """Whether this version of the framework has the target; True while it is not known."""
         return not self.only or version is None or SpecifierSet(self.only).contains(release_of(version))
-
-    def rebind_places(self) -> list[tuple[str, ...]]:
-        """The places in `rebind`, as (module, qualname, key)."""
-        return [match.groups() for place in self.rebind if (match := _REBIND.fullmatch(place))]
 
 
 class PatchStatus(NamedTuple):

@@ -17,7 +17,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import whole, with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
-from holmes_ext.patches.megatron.features import GROUPS, LAYERS, has
+from holmes_ext.patches.megatron.features import GROUPS, LAYERS
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -239,7 +239,7 @@ def _layers_as_planned(current, wrapped, instance, args, kwargs):
         mtp_layers = getattr(instance, "mtp_num_layers", None) or 0
         planned = current.plan.stage_layers
         layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own_split)
-        if layout is not None and has("layout"):
+        if layout is not None and hasattr(instance, "pipeline_model_parallel_layout"):
             instance.pipeline_model_parallel_layout = layout
         elif layout is not None:
             vars(instance).update(ends_of(current, planned, pipeline))

@@ -1,11 +1,17 @@
 """megatron-core's 1F1B without waits for sends, and with as many micro-batches in flight as hide its slow
-edges, as patches/deepspeed/edges.py, whose text says why nobody waits for ever.
+edges, as patches/deepspeed/edges.py, whose text says why nobody waits for ever; and between clusters each
+tensor rank sends its part of what all of them have.
 
 The schedule (forward_backward_pipelining_without_interleaving) sends all through a P2PCommunicator, whose
 _communicate goes through runtime/groups/mailbox.py, and takes the number of its warm-up passes from that
 one's group: pp_group.size() - pp_group.rank() - 1. Here a group says that its size is rank +
 in_flight[stage]; a stage is still the last exactly where in_flight is 1. Tensors that the schedule frees
-after sending (deallocate_pipeline_outputs) live on in the mailbox until they have arrived."""
+after sending (deallocate_pipeline_outputs) live on in the mailbox until they have arrived.
+
+Without sequence parallelism, which cuts them already, all t tensor ranks of a stage send the same activation,
+and its gradient back: t times the bytes. Here each sends 1 / t and the receiving stage gathers inside its
+node (runtime/groups/wire.py, which says why nobody waits for ever), under every schedule, through the mailbox
+or not. --holmes-edges narrows what crosses in the same places."""
 
 from __future__ import annotations
 
@@ -13,17 +19,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import Running
 from holmes_ext.patches.megatron import core
-from holmes_ext.patches.megatron.features import EDGES, P2P_MODULE, SCHEDULES
-from holmes_ext.patches.megatron.p2p import mailbox_of
-from holmes_ext.patches.megatron.slices import wires_of
+from holmes_ext.patches.megatron.features import EDGES, P2P_MODULE, SCHEDULES, SLICES
+from holmes_ext.patches.megatron.p2p import PARAMETERS, mailbox_of
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, network_api_of
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of
 from holmes_ext.runtime.groups.receive_order import ListedOrder, ReceiveOrder, flight_of
-from holmes_ext.runtime.groups.wire import PLAIN
+from holmes_ext.runtime.groups.wire import PLAIN, Finish, Wire
 
 
 class _Group:
@@ -113,8 +120,7 @@ def _schedule(wrapped, instance, args, kwargs):
             "deepspeed or torch, or without that option")
     reason = unsupported(config, kwargs)
     if reason and flight:
-        text = f"megatron-core's own pipeline sends are used: {reason}"
-        tell(current, text, once=text)
+        tell(current, f"megatron-core's own pipeline sends are used: {reason}", once=True)
     if reason or not flight or isinstance(group, list):
         return wrapped(*args, **kwargs)
     import torch
@@ -161,7 +167,79 @@ def _communicate(wrapped, instance, args, kwargs):
     return before, behind, None
 
 
+#: Whose _communicate() is under way.
+_communicators = Running()
+
+
+class _Received:
+    """A request whose wait() does the rest, once; keep: what lives until then."""
+
+    def __init__(self, work: Any, finish: Finish | None, keep: Any = None):
+        self._work, self._finish, self._keep = work, finish, keep
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._work = self._finish = self._keep = None
+
+
+def wires_of(config: Any) -> dict[int, Wire]:
+    """Of this rank's neighbours; {} where all travels as it is. The same on all ranks of a stage."""
+    current, sizes = session.active(), core.job.sizes
+    if current is None or sizes is None or not registry().is_on(SLICES.name):
+        return {}
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if isinstance(group, list) or not (network_api := network_api_of(backend_of(group))):
+        return {}
+    edges = current.plan_for(sizes).traffic_of(network_api).edges
+    ranks = group_ranks(group)
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    wires, stage = {}, ranks.index(current.rank)
+    # the edge from the last to the first stage too
+    for index, other in ((stage, stage + 1), (stage - 1, stage - 1)):
+        planned = edges[index % len(edges)]
+        parts, other = 1 if config.sequence_parallel else planned.slices, other % len(ranks)
+        if parts > 1 or planned.narrow != "off":
+            name = f"stage {stage}'s edge to stage {other}"
+            wires[ranks[other]] = Wire(parts, tensor.rank(), tensor, planned.narrow, name)
+    return wires
+
+
+def _exchange(wrapped, instance, args, kwargs):
+    """_p2p_ops gives a dict of requests, each waited for when the schedule wants it; _batched_p2p_ops a list,
+    waited for in its order."""
+    from megatron.core import parallel_state
+
+    of_pipeline = kwargs["group"] is parallel_state.get_pipeline_model_parallel_group()
+    wires = wires_of(_communicators.instances[-1].config) if of_pipeline else {}
+    given, finishes, sent = dict(kwargs), {}, []
+    for side in ("prev", "next"):
+        wire = wires.get(kwargs[f"{side}_pipeline_rank"])
+        send, recv = f"tensor_send_{side}", f"tensor_recv_{side}"
+        if wire is not None and given[send] is not None:
+            given[send] = wire.outgoing(given[send])
+            sent.append(given[send])
+        if wire is not None and given[recv] is not None:
+            given[recv], finishes[f"recv_{side}"] = wire.incoming(given[recv])
+    requests = wrapped(*args, **given)
+    if isinstance(requests, dict):
+        return {name: _Received(work, finishes.get(name), sent) for name, work in requests.items()}
+    return [*requests, *(_Received(None, finish) for finish in finishes.values()),
+            _Received(None, None, sent)]
+
+
 PATCHES = (
+    Patch(SLICES, f"{P2P_MODULE}:P2PCommunicator._communicate",
+          "whether tensor ranks have whole tensors to send, its configuration says", _communicators,
+          parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape")),
+    *(Patch(SLICES, f"{P2P_MODULE}:{function}",
+            "every tensor rank would send the same tensor to another cluster", _exchange,
+            parameters=PARAMETERS)
+      for function in ("_p2p_ops", "_batched_p2p_ops")),
     Patch(EDGES, f"{SCHEDULES}:get_tensor_shapes",
           "what is announced is what has to come, or nobody says what is wrong", _announce),
     Patch(EDGES, f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",

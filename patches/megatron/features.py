@@ -9,9 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
-from holmes_ext.patches.engine.patch import Feature, release_of
+from holmes_ext.patches.engine.patch import Feature
 from holmes_ext.plan.engine import EngineTraits
 
 
@@ -40,7 +38,7 @@ _TRIED = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", 
 _core = partial(
     Feature, versions="megatron-core>=0.11,<0.21", tried=_TRIED, read=("0.11.0",), version_of=loaded_version
 )
-#: Sends and receives of a stage are methods of a class from 0.14 on (P2P_CLASS below).
+#: Sends and receives of a stage are methods of a class in P2P_MODULE from 0.14 on, functions of it before.
 _later = partial(_core, versions="megatron-core>=0.14,<0.21", tried=_TRIED[2:], read=())
 #: Megatron-LM is run from its checkout: megatron-core alone has no megatron.training.
 _lm = partial(_core, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), read=())
@@ -76,20 +74,8 @@ JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", **_JOIN, what=_PARTS)
 MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
     what="empty stubs for missing imports that a GPT never uses")
 
-#: what -> the first version that has it.
-_SINCE = {
-    "layout": "0.13.0",  # TransformerConfig.pipeline_model_parallel_layout
-    "layout of buckets": "0.18.0",  # the distributed optimizer's, before they are made
-}
-#: Where sends and receives of a stage are: functions of p2p_communication, then methods of a class in it.
-P2P_FUNCTIONS, P2P_CLASS = "<0.14", ">=0.14"
 P2P_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-
-
-def has(what: str) -> bool:
-    """Whether the megatron-core that the program imported has it."""
-    return release_of(str(loaded_version())) >= Version(_SINCE[what])
 
 
 #: What it does, for the plan.

@@ -1,11 +1,16 @@
-"""holmes's flags in the parsers of Megatron-LM and Megatron-DeepSpeed, from whose sys.argv it strips them."""
+"""holmes's flags in the parsers of Megatron-LM and Megatron-DeepSpeed, from whose sys.argv it strips them: in
+--help, and in the args that checkpoints record."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
 
 from holmes_ext.options import CHOICES, HELP, NAMES, PREFIX, flag
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.megatron.features import LM, MEGATRON_DEEPSPEED_FLAGS
 from holmes_ext.runtime import session
+from holmes_ext.words import nearest
 
 
 def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParser:
@@ -23,3 +28,46 @@ def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParse
         except (ValueError, TypeError, KeyError):
             action.help = (action.help or "").replace("%", "%%")
     return parser
+
+
+@with_session
+def _teach_megatron_lm(current, wrapped, instance, args, kwargs):
+    """add_megatron_arguments."""
+    parser = wrapped(*args, **kwargs)
+    add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
+    return parser
+
+
+@with_session
+@by_name
+def _teach_megatron_deepspeed(current, wrapped, instance, extra_args_provider=None, *rest, **more):
+    """parse_args with a holmes group added through its own extra_args_provider."""
+
+    def provider(parser):
+        extended = parser if extra_args_provider is None else extra_args_provider(parser)
+        return tell_near_misses(add_flags(extended, current))
+
+    return wrapped(provider, *rest, **more)
+
+
+def tell_near_misses(parser):
+    """A misspelt flag's near miss in the parser's own usage error."""
+    usage_error, flags = parser.error, [PREFIX, *map(flag, NAMES)]
+
+    def error(message):
+        named = [item.partition("=")[0] for item in message.split() if item.startswith("--")]
+        near = [f"{name}: did you mean {match}?" for name in named if (match := nearest(name, flags, 0.75))]
+        usage_error("; ".join([message, *near]))
+
+    parser.error = error
+    return parser
+
+
+PATCHES = (
+    Patch(LM, "megatron.training.arguments:add_megatron_arguments",
+          "main's pretrain takes no extra_args_provider, and args are what checkpoints record",
+          _teach_megatron_lm, parameters=("parser",)),
+    Patch(MEGATRON_DEEPSPEED_FLAGS, "megatron.arguments:parse_args",
+          "--help names holmes's flags, a misspelt one its near miss; args are what checkpoints record",
+          _teach_megatron_deepspeed),
+)  # fmt: skip

@@ -2,7 +2,15 @@
 weights to the model's (under FP32Optimizer, whose parameters are the model's, after the inner one).
 
 A step that gradients which are not finite prevent does not count. The row is the model's parameters in its
-own order, distributed optimizer or not. What is not tried is refused: experts, float8, FSDP, offload."""
+own order, distributed optimizer or not. What is not tried is refused: experts, float8, FSDP, offload.
+
+Jobs of Megatron-LM and Megatron-DeepSpeed read parts of one data set (--holmes-outer part=k/K):
+
+    build_train_valid_test_datasets    asks for K times as many samples: all jobs build the same index of them
+    build_pretraining_data_loader      sees samples k, k + K, k + 2 K, ... of it as its data set
+
+So no sample is read twice, whatever the samplers and batch sizes; consumed_samples stay the job's own. The
+same index needs the same --train-samples (or iterations x batch) and --seed."""
 
 from __future__ import annotations
 
@@ -10,24 +18,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.megatron.features import JOINED
+from holmes_ext.patches.engine.wrap import Running, by_name
+from holmes_ext.patches.megatron.features import JOINED, JOINED_LM_DATA, JOINED_MDS_DATA
 from holmes_ext.runtime.outer import training
+from holmes_ext.runtime.outer.data import part_of
 from holmes_ext.runtime.outer.settings import OuterSettings
 
 _OWNER = "megatron-core"
 
 
-class _State:
-    """chunks: of the model whose optimizer was made last; stepping: inside a real step."""
-
-    chunks: list[Any] = []
-    stepping = False
+#: Of the model whose optimizer was made last.
+_chunks: list[Any] = []
+#: Real steps under way: inner step, then _copy_main_params_to_model_params().
+_mixed_steps = Running()
 
 
 def _remember(wrapped, instance, args, kwargs):
     """get_megatron_optimizer(config, model_chunks, ...)."""
     training.reserve(_OWNER)
-    _State.chunks = list(kwargs["model_chunks"] if "model_chunks" in kwargs else args[1])
+    _chunks[:] = kwargs["model_chunks"] if "model_chunks" in kwargs else args[1]
     return wrapped(*args, **kwargs)
 
 
@@ -37,17 +46,8 @@ def _step(wrapped, instance, args, kwargs):
     return wrapped(*args, **kwargs)
 
 
-def _mixed_step(wrapped, instance, args, kwargs):
-    """Inner step, then _copy_main_params_to_model_params()."""
-    _State.stepping = True
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        _State.stepping = False
-
-
 def _before_copy(wrapped, instance, args, kwargs):
-    if _State.stepping:
+    if _mixed_steps.instances:
         _stepped()
     return wrapped(*args, **kwargs)
 
@@ -72,11 +72,11 @@ def _adapter(optimizer: Any) -> training.FrameworkAdapter:
 
     sizes = {
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(), "chunks": len(_State.chunks),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(), "chunks": len(_chunks),
     }  # fmt: skip
     return training.FrameworkAdapter(
         "megatron-core", lambda: _weights(_real(optimizer)[0]),
-        lambda: next(_State.chunks[0].parameters()).device,
+        lambda: next(_chunks[0].parameters()).device,
         agreed={"sizes": sizes}, refusal=lambda settings: refusal(optimizer, settings, sizes),
     )  # fmt: skip
 
@@ -97,14 +97,14 @@ def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> s
         return "Megatron-FSDP and the precision-aware optimizer are not supported"
     if getattr(config, "optimizer_cpu_offload", False) or getattr(ddp, "fp8_param_gather", False):
         return "offloaded optimizers and float8 parameters are not supported"
-    tied = any(getattr(p, "shared_embedding", False) for chunk in _State.chunks for p in chunk.parameters())
+    tied = any(getattr(p, "shared_embedding", False) for chunk in _chunks for p in chunk.parameters())
     return training.refusal_of_copies(settings, sizes, tied)
 
 
 def _weights(optimizer: Any) -> training.WeightShards:
     from megatron.core import parallel_state
 
-    named = {p: f"chunk {k} {name}" for k, chunk in enumerate(_State.chunks)
+    named = {p: f"chunk {k} {name}" for k, chunk in enumerate(_chunks)
              for name, p in chunk.named_parameters() if p.requires_grad}
     parts, places = [], []
     for p, first, flat in _pieces(optimizer):
@@ -135,6 +135,23 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
                 yield p, optimizer._get_model_param_range_map(p)["param"].start if distributed else 0, main
 
 
+@by_name
+def _enlarge(wrapped, instance, build_train_valid_test_datasets_provider, *rest, **more):
+    """build_train_valid_test_datasets: the provider is called with the numbers of samples."""
+    _, parts = training.part()
+
+    def provider(numbers, *others, **named):
+        enlarged = [None if number is None else number * parts for number in numbers]
+        return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *others, **named)
+
+    return wrapped(build_train_valid_test_datasets_provider if parts == 1 else provider, *rest, **more)
+
+
+@by_name
+def _share_out(wrapped, instance, dataset, *rest, **more):
+    return wrapped(part_of(dataset), *rest, **more)
+
+
 _OPTIMIZER = "megatron.core.optimizer.optimizer:"
 _COPY = "_copy_main_params_to_model_params"
 OPTIMIZER_STEPS = tuple(f"{_OPTIMIZER}{name}.step"
@@ -144,9 +161,17 @@ PATCHES = (
           _remember, parameters=("model_chunks",)),
     *(Patch(JOINED, target, "before the first step the job joins", _step) for target in OPTIMIZER_STEPS),
     Patch(JOINED, f"{_OPTIMIZER}MixedPrecisionOptimizer.step_with_ready_grads", "only in a real step",
-          _mixed_step),
+          _mixed_steps),
     *(Patch(JOINED, f"{holder}.{_COPY}", "main weights are new here", _before_copy)
       for holder in (f"{_OPTIMIZER}Float16OptimizerWithFloat16Params",
                      "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer")),
     Patch(JOINED, f"{_OPTIMIZER}FP32Optimizer.step_with_ready_grads", "the weights are new here", _fp32_step),
+    *(Patch(feature, f"{module}:build_train_valid_test_datasets",
+            "the jobs' parts together are the data set", _enlarge)
+      for feature, module in ((JOINED_LM_DATA, "megatron.training.training"),
+                              (JOINED_MDS_DATA, "megatron.training"))),
+    *(Patch(feature, f"{module}.data_samplers:build_pretraining_data_loader",
+            "joined jobs read different parts of one data set", _share_out)
+      for feature, module in ((JOINED_LM_DATA, "megatron.training.datasets"),
+                              (JOINED_MDS_DATA, "megatron.data"))),
 )  # fmt: skip

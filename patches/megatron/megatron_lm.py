@@ -1,5 +1,5 @@
-"""Megatron-LM's own training loop under a plan: flags in its parser; the plan's layers and overlap in its
-arguments, as if they had been on the command line, and in its checkpoints: what does not fit is one line."""
+"""Megatron-LM's own training loop under a plan: its layers and overlap in the arguments, as if they had been
+on the command line, and in checkpoints: what does not fit is one line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,10 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron.features import LM, LM_CHECKPOINTS
-from holmes_ext.patches.megatron.flags import add_flags
 from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.start.refusal import told_once
-
-
-@with_session
-def _add_flags(current, wrapped, instance, args, kwargs):
-    parser = wrapped(*args, **kwargs)
-    add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
-    return parser
-
 
 #: Arguments by which a user splits the layers.
 _OWN_SPLITS = (
@@ -111,9 +102,6 @@ def _load(current, wrapped, instance, args, kwargs):
 
 
 PATCHES = (
-    Patch(LM, "megatron.training.arguments:add_megatron_arguments",
-          "main's pretrain takes no extra_args_provider, and args are what checkpoints record", _add_flags,
-          parameters=("parser",)),
     Patch(LM, "megatron.training.arguments:validate_args",
           "layers and overlap are set as arguments, before megatron derives others from them", _validate,
           parameters=("args",)),

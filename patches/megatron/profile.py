@@ -13,14 +13,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import inside, whole, with_session
-from holmes_ext.patches.megatron.features import (
-    P2P_CLASS,
-    P2P_FUNCTIONS,
-    P2P_MODULE,
-    PROFILE,
-    SCHEDULES,
-    loaded_version,
-)
+from holmes_ext.patches.megatron.features import P2P_MODULE, PROFILE, SCHEDULES, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
@@ -145,7 +138,7 @@ PATCHES = (
       for kind in ("forward", "backward")),
     *(Patch(PROFILE, f"{P2P_MODULE}:{holder}{name}", "--holmes-profile: sends and receives, with waiting",
             _during("receive" if "recv" in name else "send"), only=only)
-      for holder, only in (("", P2P_FUNCTIONS), ("P2PCommunicator.", P2P_CLASS))
+      for holder, only in (("", "<0.14"), ("P2PCommunicator.", ">=0.14"))
       for name in ("recv_forward", "recv_backward", "send_forward", "send_backward",
                    "send_forward_recv_backward", "send_backward_recv_forward")),
 )  # fmt: skip

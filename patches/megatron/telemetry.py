@@ -9,7 +9,7 @@ from typing import Any
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import inside, with_session
+from holmes_ext.patches.engine.wrap import Running, inside, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.edges import unsupported
 from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, SCHEDULES, TELEMETRY, loaded_version
@@ -38,17 +38,16 @@ def _forward():
         yield
 
 
+#: A chained optimizer calls others, whose ends are not steps.
+_optimizers = Running()
+
+
 def _optimizer_step(wrapped, instance, args, kwargs):
-    """The end of a step; a chained optimizer calls others, whose ends are not steps."""
     recorder = telemetry.recorder
-    if recorder is None or _inside:
+    if recorder is None or _optimizers.instances:
         return wrapped(*args, **kwargs)
-    _inside.append(True)
-    try:
-        with telemetry.span("optimizer"):
-            result = wrapped(*args, **kwargs)
-    finally:
-        _inside.pop()
+    with telemetry.span("optimizer"):
+        result = _optimizers(wrapped, instance, args, kwargs)
     recorder.step_done("engine")
     return result
 
@@ -89,8 +88,6 @@ def _save(wrapped, instance, args, kwargs):
         request.add_finalize_fn(saved)
     return request
 
-
-_inside: list[bool] = []
 
 PATCHES = (
     Patch(TELEMETRY, "megatron.core.parallel_state:initialize_model_parallel",

@@ -25,7 +25,7 @@ from typing import Any
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.buckets import Buckets
-from holmes_ext.patches.torch.features import DDP
+from holmes_ext.patches.torch.features import DDP_HOOK
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
@@ -192,13 +192,14 @@ def _count_joining(wrapped, instance, joinable):
 
 
 PATCHES = (
-    Patch(DDP, f"{_DDP}.__init__",
+    Patch(DDP_HOOK, f"{_DDP}.__init__",
           "the comm hook must be there before the first forward pass; scripts do not know it", _construct,
           parameters=("module", "process_group", "bucket_cap_mb")),
-    Patch(DDP, f"{_DDP}.register_comm_hook", "a reducer takes one hook: the program's own goes before ours",
-          _register),
-    Patch(DDP, f"{_DDP}._register_builtin_comm_hook", "the same for hooks written in C++", _register_builtin),
-    Patch(DDP, "torch.distributed.algorithms.join:Join.notify_join_context",
+    Patch(DDP_HOOK, f"{_DDP}.register_comm_hook",
+          "a reducer takes one hook: the program's own goes before ours", _register),
+    Patch(DDP_HOOK, f"{_DDP}._register_builtin_comm_hook", "the same for hooks written in C++",
+          _register_builtin),
+    Patch(DDP_HOOK, "torch.distributed.algorithms.join:Join.notify_join_context",
           "join(divide_by_initial_world_size=False) divides by a count that only this work holds",
           _count_joining),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from math import gcd, prod
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.engine.patch import ByVersion, Patch
+from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import FSDP
 from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
@@ -27,11 +27,6 @@ from holmes_ext.units import format_bytes
 
 #: Device type -> the mesh of clusters; every module of a model must get the same one.
 _meshes: dict[str, Any] = {}
-#: Of fully_shard's state of a module: its groups of parameters.
-_GROUPS = ByVersion("torch", {"of": (
-    ("0", lambda state: filter(None, [state._fsdp_param_group])),
-    ("2.12", lambda state: state._fsdp_param_groups),
-)})  # fmt: skip
 #: What AdamW keeps for each weight: weight, gradient and two moments, in the weight's precision.
 STATES = 4
 
@@ -111,7 +106,11 @@ def _tell_root(current, wrapped, instance, args, kwargs):
     """fully_shard's root before its first forward pass: now all units are known."""
     first = instance._is_root is None
     wrapped(*args, **kwargs)
-    groups = [group for state in instance._state_ctx.all_states for group in _GROUPS["of"](state)]
+    groups = [
+        group for state in instance._state_ctx.all_states
+        for group in getattr(state, "_fsdp_param_groups", ()) or [state._fsdp_param_group]  # before 2.12
+        if group is not None
+    ]  # fmt: skip
     if not first or not instance._is_root or current.rank != 0 or not groups:
         return
     weights = again = gradients = kept = 0.0

@@ -14,7 +14,7 @@ from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
-from holmes_ext.patches.torch.traits import LOOP
+from holmes_ext.patches.torch.features import LOOP
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import CrossClusterAlgorithm
 from holmes_ext.plan.cost.links import Links

@@ -133,10 +133,6 @@ class Mailbox:
         """What this rank sends `peer` of every micro-batch; () for what is not known."""
         self._announced[peer], self._checked[peer] = forms, 0
 
-    def group(self, peer: int, direction: str) -> Any:
-        """Over which a message travels to (direction "send") or from ("recv") a neighbour."""
-        return self._groups[peer, direction]
-
     @property
     def by_peer(self) -> dict[int, Any]:
         """One group for both directions, the same at both ends: that of activations."""

@@ -10,7 +10,6 @@ not); with `on` they are the plan's too, and weights travel during the forward p
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import whole, with_session
 from holmes_ext.patches.megatron.core import job
-from holmes_ext.patches.megatron.features import REDUCTION, has
+from holmes_ext.patches.megatron.features import REDUCTION
 from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
 from holmes_ext.patches.megatron.reduce import gather as megatron_gather
 from holmes_ext.runtime import session
@@ -121,12 +120,12 @@ def _bucket_as_planned(wrapped, instance, args, kwargs):
     """_ParamAndGradBuffer.__init__, which is told no bucket size on every stage but the first."""
     if (elements := _bucket.get()) is None:
         return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound = whole(wrapped, args, kwargs)
     given = bound.arguments
     ddp_config = given["ddp_config"]
     if given["bucket_size"] is None or getattr(ddp_config, "buckets_by_plan", False):
         given["bucket_size"] = elements
-        if ddp_config.use_distributed_optimizer and not has("layout of buckets"):
+        if ddp_config.use_distributed_optimizer and given.get("param_layout") is None:  # before 0.18
             params = given.get("params") or [param for param, _ in given["params_with_names"]]  # 0.17
             ranks = given["data_parallel_group"].size()
             given["bucket_size"] = megatron_buckets.of_buffer(params, ranks, ddp_config, elements)
@@ -137,7 +136,7 @@ def _lay_out_unpadded(wrapped, instance, args, kwargs):
     """DistributedOptimizer._compute_per_buffer_param_layout."""
     if (elements := _bucket.get()) is None:
         return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound = whole(wrapped, args, kwargs)
     given = bound.arguments
     ranks, ddp_config = given["data_parallel_world_size"], given["ddp_config"]
     given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, elements)

@@ -7,11 +7,10 @@ the shard counts once."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import whole, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import TIED
 
@@ -19,7 +18,7 @@ from holmes_ext.patches.megatron.features import TIED
 @with_session
 def _all_reduce(current, wrapped, instance, args, kwargs):
     """_allreduce_embedding_grad, of word embeddings."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    given = whole(wrapped, args, kwargs).arguments
     group = given["embd_group"]
     chunk = _own_chunk(given["model"], given["pp_group"])
     if core.job.sizes is None or not _in(group) or chunk is None:

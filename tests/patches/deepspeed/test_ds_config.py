@@ -40,7 +40,7 @@ def test_what_agrees_passes():
         (
             {"pipeline": {"partition": "uniform"}},
             replace(PLAN, stage_layers=(3, 1)),
-            None,
+            "auto",
             "key 'pipeline.partition' is 'uniform', but the plan splits the layers 3\\+1",
         ),
         (

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.patches.deepspeed import versions
-from holmes_ext.patches.engine import patch
 
 ENGINE = SimpleNamespace(
     zenflow=object(), dynamic_shape=True, torch_autocast_enabled=lambda: True,
@@ -16,13 +15,22 @@ ENGINE = SimpleNamespace(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("version, answer", [
+    ("0.17.1", "old"), ("0.17.2a0+79aa17489c", "new"), ("0+unknown", "new"), (None, "new"),
+])
+def test_the_table_answers_as_the_installed_version(monkeypatch, version, answer):
+    monkeypatch.setattr(versions, "installed_version", lambda _: version)
+    monkeypatch.setitem(versions._TABLE, "what", (("0", lambda _: "old"), ("0.17.2", lambda _: "new")))
+    assert versions.ask("what", ENGINE) == answer
+
+
 @pytest.mark.parametrize("name, first", [
     ("deepcompile", "0.16.6"), ("torch_autocast", "0.17.2"), ("zenflow", "0.17.5"),
     ("dynamic_shape", "0.15.0"), ("immediate_grad_update", "0.17.1"), ("decoupled_checkpoint", "0.17.1"),
 ])
 def test_an_engine_is_asked_as_its_version_answers(monkeypatch, name, first):
     for version, answer in (("0.14.5", False), (first, True), (f"{first}+abc", True), ("0.19.8", True)):
-        monkeypatch.setattr(patch, "installed_version", lambda _, version=version: version)
+        monkeypatch.setattr(versions, "installed_version", lambda _, version=version: version)
         assert versions.ask(name, ENGINE) is answer, version
 
 
@@ -33,5 +41,5 @@ def test_gradients_that_are_not_where_they_are_reduced(monkeypatch):
                                      ("0.19.8", True, False), ("0.19.7", True, True)):
         zero._use_compact_grad_partition_buffer = (lambda group: False) if changed else (
             lambda group: group == 1)
-        monkeypatch.setattr(patch, "installed_version", lambda _, version=version: version)
+        monkeypatch.setattr(versions, "installed_version", lambda _, version=version: version)
         assert versions.ask("accumulates_apart", zero) is answer, (version, changed)

@@ -4,8 +4,7 @@ import pytest
 from packaging.version import Version
 
 from holmes_ext.patches import all_patches
-from holmes_ext.patches.engine import patch
-from holmes_ext.patches.engine.patch import UNKNOWN, ByVersion, Feature, Patch, release_of
+from holmes_ext.patches.engine.patch import UNKNOWN, Feature, Patch, release_of
 
 VENDOR, NIGHTLY = "2.7.0a0+79aa17489c.nv25.4", "2.16.0.dev20261101+cu132"
 SILENT = ("0+unknown", "0.0.0", "0.1.dev1+g1234567", "unknown", "")
@@ -30,19 +29,12 @@ def test_what_is_supported_and_what_is_told(version, misfit, told):
     assert (feature.version_misfit(version), feature.beyond_tried(version)) == (misfit, told)
 
 
-def test_patches_of_some_versions_and_the_table():
+def test_patches_of_some_versions():
     feature = Feature("f", "torch>=2.6", tried=("2.15.0",))
     old, new = (Patch(feature, "torch:send", "", wrap=print, only=only) for only in ("<2.7", ">=2.7"))
     for version, belongs in (("2.6.0", (True, False)), (VENDOR, (False, True)), ("0+unknown", (False, True))):
         assert (old.belongs_to(version), new.belongs_to(version)) == belongs
     assert old.belongs_to(None) and new.belongs_to(None)
-
-
-@pytest.mark.parametrize("version, answer",
-                         [("2.6.0", "old"), (VENDOR, "new"), ("0+unknown", "new"), (None, "new")])
-def test_the_table_answers_as_the_installed_version(monkeypatch, version, answer):
-    monkeypatch.setattr(patch, "installed_version", lambda _: version)
-    assert ByVersion("torch", {"what": (("0", "old"), ("2.7", "new"))})["what"] == answer
 
 
 def test_every_end_of_a_range_was_tried_or_read():

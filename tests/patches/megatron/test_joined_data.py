@@ -7,7 +7,7 @@ import pytest
 from joined_jobs import TOKEN
 
 from holmes_ext.options import Options
-from holmes_ext.patches.megatron import joined_data
+from holmes_ext.patches.megatron import joined
 from holmes_ext.runtime.outer import data, training
 
 
@@ -39,7 +39,7 @@ def read(dataset, outer, job, **sizes):
     job(outer)
     try:
         return [sample for rank in range(sizes.get("ranks", 1))
-                for sample in joined_data._share_out(loader, None, (dataset, 0), {**sizes, "rank": rank})]
+                for sample in joined._share_out(loader, None, (dataset, 0), {**sizes, "rank": rank})]
     finally:
         training.end()
 
@@ -60,13 +60,13 @@ def test_a_part_looks_like_the_data_set():
 def test_all_jobs_build_an_index_of_all_parts(job):
     job("part=1/3")
     told = []
-    joined_data._enlarge(lambda provider, numbers: provider(numbers), None, (told.append, (100, None, 8)), {})
+    joined._enlarge(lambda provider, numbers: provider(numbers), None, (told.append, (100, None, 8)), {})
     assert told == [(300, None, 24)]
 
 
 def test_without_parts_and_for_loaders_of_the_script_nothing_changes(job):
     whole, stream = Data(range(4)), iter(range(4))
-    assert joined_data._share_out(lambda one: one, None, (whole,), {}) is whole  # no joined job at all
+    assert joined._share_out(lambda one: one, None, (whole,), {}) is whole  # no joined job at all
     job("part=0/2")
-    assert joined_data._share_out(lambda one: one, None, (None,), {}) is None
-    assert joined_data._share_out(lambda one: one, None, (stream,), {}) is stream
+    assert joined._share_out(lambda one: one, None, (None,), {}) is None
+    assert joined._share_out(lambda one: one, None, (stream,), {}) is stream

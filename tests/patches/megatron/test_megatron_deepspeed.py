@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.options import Options
-from holmes_ext.patches.megatron import features, megatron_deepspeed
-from holmes_ext.patches.megatron.flags import add_flags
+from holmes_ext.patches.megatron import features, flags
 from holmes_ext.plan.plan import Plan
 
 #: Python 3.14 refuses a bare one as the argument is added: there these programs do not start.
@@ -17,7 +16,7 @@ SESSION = SimpleNamespace(options=Options(cluster="c.toml"), plan=Plan("digest",
 def parser():
     made = argparse.ArgumentParser(allow_abbrev=False)
     made.add_argument("--rotary-percent", default=1.0, help=f"default 100{PERCENT}")
-    return megatron_deepspeed.tell_near_misses(add_flags(made, SESSION))
+    return flags.tell_near_misses(flags.add_flags(made, SESSION))
 
 
 def test_help_names_the_flags_though_a_text_has_a_bare_percent():

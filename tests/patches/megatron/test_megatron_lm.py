@@ -10,7 +10,7 @@ from clusters import example
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.patches.megatron import megatron_lm
+from holmes_ext.patches.megatron import flags, megatron_lm
 from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
@@ -65,8 +65,8 @@ def parse(*argv):
         parser.add_argument("--ratio", help=f"so many {percent} mask tokens")
         return parser
 
-    parser = megatron_lm._add_flags(add_megatron_arguments, None, (argparse.ArgumentParser(prog="pretrain"),),
-                                    {})
+    given = (argparse.ArgumentParser(prog="pretrain"),)
+    parser = flags._teach_megatron_lm(add_megatron_arguments, None, given, {})
     return parser, parser.parse_args(argv)
 
 

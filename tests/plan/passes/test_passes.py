@@ -13,7 +13,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
-from holmes_ext.patches.torch.traits import LOOP
+from holmes_ext.patches.torch.features import LOOP
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.pipeline import quickest_in_flight, walked_ends

@@ -8,7 +8,7 @@ from prices import job_on_site
 
 from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
-from holmes_ext.patches.torch.traits import LOOP
+from holmes_ext.patches.torch.features import LOOP
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.simulate import repeat
 from holmes_ext.plan.simulate.execution import Execution

@@ -12,7 +12,7 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
-from holmes_ext.patches.torch.traits import DDP, LOOP
+from holmes_ext.patches.torch.features import DDP, LOOP
 from holmes_ext.plan.cost.links import Curve, Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
