@@ -20,7 +20,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.pipeline import SETTLED, WORTH_MORE, walked_ends
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.cost.workload import StageLoad
+from holmes_ext.plan.cost.workload import StageLoad, passes_s
 from holmes_ext.plan.decide import decisions
 from holmes_ext.plan.decisions import Decisions
 from holmes_ext.plan.engine import EngineTraits
@@ -119,8 +119,7 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
 
 def pipeline_s(plan: Plan, edges: Sequence[float], in_flight: Sequence[int]) -> float:
     """Seconds from a step's begin to its last backward, by the loads of `plan`."""
-    forward, backward = [load.forward_s for load in plan.loads], [load.backward_s for load in plan.loads]
-    return max(walked_ends(forward, backward, edges, plan.workload.micro_batches, tuple(in_flight)))
+    return max(walked_ends(*passes_s(plan.loads), edges, plan.workload.micro_batches, tuple(in_flight)))
 
 
 def quickest(plan: Plan, edges: Sequence[float], in_flight: tuple[int, ...]) -> tuple[int, ...]:
@@ -139,8 +138,7 @@ def quickest(plan: Plan, edges: Sequence[float], in_flight: tuple[int, ...]) -> 
         in_flight, least = more, then
 
 
-def better_split(costs: StageCosts, layers: Sequence[int],
-                 step_s: float) -> Restart | None:
+def better_split(costs: StageCosts, layers: Sequence[int], step_s: float) -> Restart | None:
     """What layers other than `layers` would make of a step of step_s seconds; None where it would bring less
     than RESTART."""
     now = partition_s(costs, layers)
@@ -156,13 +154,8 @@ def better_split(costs: StageCosts, layers: Sequence[int],
 
 def partition_s(costs: StageCosts, layers: Sequence[int]) -> float:
     """Seconds of the pipeline's passes with so many layers on each stage."""
-    ranges, sums = costs.ranges(layers), costs.sums
-    forward, backward = (
-        [sums[name][stage][high] - sums[name][stage][low] for stage, (low, high) in enumerate(ranges)]
-        for name in ("forward_s", "backward_s")
-    )
-    transfer = [row[high - 1] for row, (_, high) in zip(costs.transfer, ranges[:-1])]
-    return max(walked_ends(forward, backward, transfer, costs.micro_batches, costs.in_flight(layers)))
+    passes, edges = passes_s(costs.loads(layers)), costs.edges_s(layers)
+    return max(walked_ends(*passes, edges, costs.micro_batches, costs.in_flight(layers)))
 
 
 @dataclass(frozen=True)
@@ -238,8 +231,7 @@ class PipelineEvaluator:
         then_s = step_s + pipeline_s(plan, edges, in_flight) - pipeline_s(plan, edges, now)
         if back is None and (then_s > step_s * (1 - GAIN) or self.trials.refused(in_flight, figures)):
             return None
-        forward, backward = (load.forward_s for load in plan.loads), (load.backward_s for load in plan.loads)
-        return Change(now, in_flight, step_s, then_s, tuple(forward), tuple(backward), back=back is not None)
+        return Change(now, in_flight, step_s, then_s, *passes_s(plan.loads), back=back is not None)
 
     def taken(self, change: Change, plan: Plan) -> None:
         """All ranks go on with it; `plan`: the measured one that it was decided on."""
@@ -251,7 +243,8 @@ class PipelineEvaluator:
 
 
 def _figures(plan: Plan, edges: Sequence[float]) -> tuple[float, ...]:
-    return (*(load.forward_s for load in plan.loads), *(load.backward_s for load in plan.loads), *edges)
+    forward, backward = passes_s(plan.loads)
+    return *forward, *backward, *edges
 
 
 def differ(some: Sequence[float], others: Sequence[float], part: float = OTHER) -> bool:

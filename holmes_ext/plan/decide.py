@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -23,18 +23,13 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.decisions import Decisions, pair_needs_group, pairs_with_group
+from holmes_ext.plan.decisions import Decisions
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.placement.straddling import straddling as straddling_of
-from holmes_ext.plan.plan import NOMINAL, Plan
+from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.plan import NOMINAL, Plan, Straddle
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
 from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, Reduction
-
-__all__ = [
-    "derive_traffic", "pair_needs_group", "pairs_with_group", "reduction_of", "resized", "site_of",
-    "straddling", "with_loads",
-]  # fmt: skip
 
 
 def derive_traffic(
@@ -68,7 +63,7 @@ def derive_traffic(
         prices = Prices(network, RankModel.of_workload(resolved.workload, plan.sizes),
                         rules_of(engine, options))
         placement = network.placement(plan.nodes, plan.sizes)
-        resolved = replace(resolved, straddling=straddling_of(prices, placement))
+        resolved = replace(resolved, straddling=straddles_of(prices, placement))
     return with_traffic(resolved, options, engine)
 
 
@@ -134,12 +129,11 @@ def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
 
 def site_of(plan: Plan, network_api: str = VERBS) -> Site:
     """The plan's own networks as a Site, nodes in its order."""
-    cluster_of = {node: name for name, nodes in plan.clusters.items() for node in nodes}
     fast = [fabric.name for fabric in plan.fabrics if fabric.name != ETHERNET]  # the fastest first
 
     def node(name: str) -> Node:
         ports = (Port(fabric) for fabric in fast if fabric in plan.reach[network_api][name])
-        return Node(name, cluster_of[name], plan.processes, (*ports, Port(ETHERNET)))
+        return Node(name, plan.cluster_of[name], plan.processes, (*ports, Port(ETHERNET)))
 
     return Site(tuple(map(node, plan.nodes)), plan.fabrics, wan=plan.wan)
 
@@ -176,3 +170,35 @@ def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
         if count := sum(map(plan.straddles, members)):
             result[kind] = count
     return result
+
+
+class _Inside(Network):
+    """Every group is on the slowest of its members' own best fabrics."""
+
+    def fabric(self, kinds: Iterable[int]) -> Fabric:
+        fabrics = [super(_Inside, self).fabric([kind]) for kind in kinds]
+        return min(fabrics, key=lambda fabric: fabric.preference)
+
+
+def straddles_of(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
+    """Groups that no fast fabric holds though a member has one, by kind; their cost: how much longer a step
+    takes than with these groups inside."""
+    if not prices.straddles(placement):
+        return ()
+    network, result = prices.network, []
+    names, kinds = network.nodes(placement), placement.kinds()
+    for kind in INSIDE:
+        across: list[dict[int, str]] = []
+        for ranks in groups(placement.sizes, kind):
+            slots = dict.fromkeys(rank // placement.processes for rank in ranks)
+            first = {kinds[slot]: names[slot] for slot in sorted(slots, reverse=True)}
+            if network.straddles(frozenset(first)):
+                across.append(first)
+        if across:
+            inside = Prices(network, prices.job, prices.rules)
+            inside.groups |= {kind: _Inside(network.site, network.links, network.only)}
+            longer_s = max(0.0, prices.step_s(placement) - inside.step_s(placement))
+            example = set(across[0].values())
+            ordered = tuple(name for name in names if name in example)
+            result.append(Straddle(kind, len(across), ordered, ETHERNET, longer_s))
+    return tuple(result)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.options import Options
+from holmes_ext.plan.cost.across import neighbours
 from holmes_ext.plan.cost.buckets import bucket_bytes
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import both_ways, schedule
@@ -17,6 +18,7 @@ from holmes_ext.plan.cost.reductions.tied import twins
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
 from holmes_ext.plan.cost.stage_sums import Sums
 from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.workload import StageLoad, passes_s
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.passes.schedule import PassOrder
 from holmes_ext.plan.passes.solve import quickest
@@ -58,21 +60,17 @@ class Decisions:
 
     def reductions(self) -> tuple[Reduction, ...]:
         """Of every stage."""
-        wanted = self._overlapped()
-        return tuple(self.reduction(stage, overlap) for stage, overlap in enumerate(wanted))
+        return tuple(self.reduction(stage, overlap) for stage, overlap in enumerate(self._overlapped()))
 
     def _overlapped(self) -> Sequence[bool]:
+        """By itself: where one reduction after a stage's last backward would end after the first stage's last
+        one. (Frameworks overlap on the first stage only, which is right on one uniform network.)"""
         sizes, options = self.placement.sizes, self.options
         reduces = sizes.data * sizes.context > 1 and self.engine.can("overlap", options.off)
         if reduces and self.engine.overlaps == "on":  # by itself, whatever the option says
             return (True,) * sizes.pipeline
         if options.overlap != "auto" or not reduces:
             return (options.overlap == "on" and reduces,) * sizes.pipeline
-        return self._exposed()
-
-    def _exposed(self) -> list[bool]:
-        """Whether one reduction after a stage's last backward would end after the first stage's last one.
-        (Frameworks overlap on the first stage only, which is right on one uniform network.)"""
         costs = replace(self.prices.costs(self.placement), tied_s=0.0)
         step = estimate(costs, (1,) * costs.stages)
         first = step.end_s[0] - step.exposed_s[0]
@@ -187,14 +185,13 @@ class Decisions:
             return asked
         if plan.basis == NOMINAL:
             return tuple(range(sizes.pipeline, 0, -1))
-        forward = tuple(load.forward_s for load in plan.loads) or (work.forward_s,) * sizes.pipeline
-        backward = tuple(load.backward_s for load in plan.loads) or (work.backward_s,) * sizes.pipeline
+        loads = plan.loads or (StageLoad(work.forward_s, work.backward_s),) * sizes.pipeline
         seconds, sent = self.edge_seconds()
         if not any(load.edge_s for load in plan.loads):  # measured ones have met others
-            busy_s = max(map(sum, zip(forward, backward)))
+            busy_s = max(load.busy_s for load in loads)
             seconds, sent = both_ways(seconds, sent, self.prices.nics(self.placement), busy_s)
         most = tuple(load.most for load in plan.loads)
-        return schedule(forward, backward, seconds, work.micro_batches, sent, most)
+        return schedule(*passes_s(loads), seconds, work.micro_batches, sent, most)
 
     def edge_seconds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """By edge: seconds of an activation to the next stage, as measured if it was; and those in which the
@@ -237,17 +234,11 @@ def pair_needs_group(plan: Plan, pair: Sequence[int], over: Sequence[int], netwo
     return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
 
 
-def adjacent_stages(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Of a pipeline group the pairs that may send to each other (with chunks last and first, too)."""
-    return sorted({(min(pair), max(pair)) for pair in zip(ranks, (*ranks[1:], ranks[0]))
-                   if len(set(pair)) > 1})
-
-
 def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
     """The neighbours that get a group each where a framework sends batches over their pipeline group.
 
     All or none: NCCL makes a group's communicator among all its ranks at the first batch over it (where no
     device is bound), and a rank whose pairs all have their own would never come to it.
     """
-    pairs, over = adjacent_stages(ranks), name_of(plan.fabric_of(ranks, network_api))
-    return pairs if any(name_of(plan.fabric_of(pair, network_api)) != over for pair in pairs) else []
+    pairs = sorted({(min(pair), max(pair)) for pair in neighbours(ranks)})  # with chunks last and first, too
+    return pairs if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs) else []

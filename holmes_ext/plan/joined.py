@@ -19,7 +19,7 @@ from math import ceil
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.plan.cost.across import hop_loads
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
-from holmes_ext.plan.simulate.rounds import Runner, simulate_round
+from holmes_ext.plan.simulate.rounds import JoinedJob, simulate_round
 
 #: There and back, in a round.
 TRIPS = 3
@@ -31,16 +31,6 @@ DEFAULT = (32, 4, DELAY)
 MOST_FRAGMENTS = 1024
 #: Part of a step below which a wait is rounding.
 _ROUNDING = 1e-9
-
-
-@dataclass(frozen=True)
-class JoinedJob:
-    """Of one cluster. samples: of a step; ethernet_s: what of it Ethernet's rate decides."""
-
-    cluster: str
-    samples: int
-    step_s: float
-    ethernet_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,13 +92,12 @@ class RoundPrices:
     def __init__(self, site: Site, parameters: float, jobs: Sequence[JoinedJob], compress: str = "bf16"):
         self.site, self.parameters, self.jobs, self.compress = site, parameters, jobs, compress
         self.step_s, self.samples = max(job.step_s for job in jobs), sum(job.samples for job in jobs)
-        self._runners = [Runner(job.cluster, job.step_s, job.ethernet_s) for job in jobs]
         self._known: dict[tuple[int, int, int], Setting] = {}
 
     def of(self, every: int, fragments: int, delay: int) -> Setting:
         if (key := (every, fragments, delay)) not in self._known:
             period, bits = every // fragments, _bits(self.parameters, fragments, self.compress)
-            round_times = simulate_round(self.site, self._runners, bits, period - delay, delay)
+            round_times = simulate_round(self.site, self.jobs, bits, period - delay, delay)
             exposed_s, slower_s = (seconds / period if seconds > _ROUNDING * self.step_s else 0.0
                                    for seconds in (round_times.waited_s, round_times.longer_s))
             rate = self.samples / (self.step_s + exposed_s + slower_s)

@@ -125,11 +125,12 @@ class Plan:
         """Cluster -> those of `ranks` that run on it, in their order."""
         result: dict[str, list[int]] = {}
         for rank in ranks:
-            result.setdefault(self._cluster_of[self.node_of(rank)], []).append(rank)
+            result.setdefault(self.cluster_of[self.node_of(rank)], []).append(rank)
         return result
 
     @cached_property
-    def _cluster_of(self) -> dict[str, str]:
+    def cluster_of(self) -> dict[str, str]:
+        """Of each node."""
         return {node: name for name, nodes in self.clusters.items() for node in nodes}
 
     def groups(self) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -14,7 +14,7 @@ from typing import Any
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.megatron.features import EDGES, P2P, P2P_MODULE
-from holmes_ext.plan.decide import pair_needs_group
+from holmes_ext.plan.decisions import pair_needs_group
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of

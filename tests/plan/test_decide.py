@@ -16,14 +16,8 @@ from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.reductions.tied import tied_sums
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
 from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.decide import (
-    derive_traffic,
-    pair_needs_group,
-    pairs_with_group,
-    reduction_of,
-    resized,
-    straddling,
-)
+from holmes_ext.plan.decide import derive_traffic, reduction_of, resized, straddling
+from holmes_ext.plan.decisions import pair_needs_group, pairs_with_group
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan, parse_plan
 from holmes_ext.plan.sizes import Sizes, groups

@@ -11,7 +11,7 @@ from holmes_ext.cli.show.joined_plan import Beside, show
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.plan import joined
-from holmes_ext.plan.simulate.rounds import Runner, simulate_round
+from holmes_ext.plan.simulate.rounds import JoinedJob, simulate_round
 from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
 
 BETWEEN = '[[between]]\nclusters = ["{}", "{}"]\nrate = "1Gb/s"\nlatency = "50ms"\n'
@@ -44,7 +44,7 @@ def test_seconds_of_a_round():
 def test_the_simulation_is_the_closed_form_where_nothing_is_shared(clusters, parameters, delay):
     """Jobs of one size, a link for each pair, steps that send nothing."""
     where = site(*clusters)
-    runners = [Runner(name, 1.0 + 0.3 * (name == "b")) for name in where.clusters]
+    runners = [JoinedJob(name, 8, 1.0 + 0.3 * (name == "b")) for name in where.clusters]
     found = simulate_round(where, runners, 16 * parameters / 4, 4, delay)
     alone_s = joined.round_seconds(where, parameters, 4)
     assert found.round_s == pytest.approx(alone_s) and found.longer_s == pytest.approx(0, abs=1e-9)
@@ -57,7 +57,7 @@ def test_jobs_share_uplinks_and_links_are_not_equal():
              ((("a", "b"), "10Gb/s"), (("a", "c"), "10Gb/s"), (("b", "c"), "0.1Gb/s"))]
     found = [simulate_round(
         site_from_spec(parse_spec(text_of(0, 0, 0, between="".join(some), a=" uplink=1Gb/s"), "c.toml")),
-        [Runner(name, 1.0) for name in "abc"], 1e9, 2, 1).round_s
+        [JoinedJob(name, 8, 1.0) for name in "abc"], 1e9, 2, 1).round_s
              for some in (links, links[:2] + [links[0].replace(
             '"a", "b"', '"b", "c"')])]
     assert found[0] == pytest.approx(10 + 0.3)  # a tenth of a Gb/s
@@ -70,13 +70,13 @@ def test_steps_that_use_ethernet_and_a_round_are_in_each_others_way():
     between = BETWEEN.format("a", "b").replace("1Gb/s", "10Gb/s").replace("50ms", "1us")
     text = text_of(0, 0, between=between)
     wide = site_from_spec(parse_spec(text, "c.toml"))
-    one, two = (simulate_round(wide, [Runner(name, 1.0, ethernet_s) for name in "ab"], 20e9, 3, 8)
+    one, two = (simulate_round(wide, [JoinedJob(name, 8, 1.0, ethernet_s) for name in "ab"], 20e9, 3, 8)
                 for ethernet_s in (0.0, 0.5))
     assert (one.round_s, one.longer_s) == (pytest.approx(2, rel=1e-4), 0)
     assert two.waited_s == 0
     assert two.round_s == pytest.approx(3, rel=0.05)  # 1 of 3 alone, 2 shared: 2 s of bits
     assert two.longer_s == pytest.approx(1, rel=0.05)  # half of what was shared
-    narrow = [simulate_round(site(0, 0), [Runner(name, 1.0, share) for name in "ab"], 2e9, 3, 5)
+    narrow = [simulate_round(site(0, 0), [JoinedJob(name, 8, 1.0, share) for name in "ab"], 2e9, 3, 5)
               for share in (0, 0.5)]
     assert narrow[1].round_s == pytest.approx(narrow[0].round_s)  # a tenth of the NIC: the link decides
     assert 0 < narrow[1].longer_s < 0.1 * narrow[0].round_s
@@ -86,7 +86,7 @@ def test_steps_that_use_ethernet_and_a_round_are_in_each_others_way():
 @pytest.mark.parametrize("ethernet", [0.0, 0.6])
 def test_what_is_said_to_be_hidden_is_and_can_be_asked_for(step_s, ethernet):
     """5 * 10^8 parameters over 1 Gb/s: 8 s of bits."""
-    jobs = [joined.JoinedJob("a", 8, step_s / 2), joined.JoinedJob("b", 8, step_s, ethernet * step_s)]
+    jobs = [JoinedJob("a", 8, step_s / 2), JoinedJob("b", 8, step_s, ethernet * step_s)]
     rounds = joined.RoundPrices(site(0, 0), 5e8, jobs)
     default, *hidden = joined.settings(rounds)
     given = OuterSettings()
@@ -106,7 +106,7 @@ def test_what_is_said_to_be_hidden_is_and_can_be_asked_for(step_s, ethernet):
 
 
 def test_what_comes_of_each_every():
-    jobs = [joined.JoinedJob(name, 8, 1.0, 0.2) for name in "ab"]
+    jobs = [JoinedJob(name, 8, 1.0, 0.2) for name in "ab"]
     rounds = joined.RoundPrices(site(0, 0), 5e8, jobs)
     lines = joined.over_every(rounds)
     known = joined.settings(rounds)
@@ -168,7 +168,7 @@ def test_holmes_plan_joined(tmp_path, capsys):
 
 def beside_of(jobs, crossing):
     where = site(*[0] * jobs)
-    rounds = joined.RoundPrices(where, 1e6, [joined.JoinedJob(name, 10, 1.0) for name in where.clusters])
+    rounds = joined.RoundPrices(where, 1e6, [JoinedJob(name, 10, 1.0) for name in where.clusters])
     return Beside(rounds, 100, crossing)
 
 

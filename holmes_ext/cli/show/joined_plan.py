@@ -13,6 +13,7 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.search.changed import ethernet_s
 from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.search.search import search
+from holmes_ext.plan.simulate.rounds import JoinedJob
 from holmes_ext.report.rounds import worth_figure
 
 COLUMNS = (Column("--holmes-outer"), Column("round, s", right=True, drop=1), Column("exposed, s", right=True),
@@ -110,7 +111,7 @@ def beside(result: SearchResult, seconds: float) -> Beside:
             match = search(asked, seconds, prove=False)
         except HolmesError as error:
             raise HolmesError(f"--joined: a job on cluster {name} alone: {error}") from None
-        jobs.append(joined.JoinedJob(name, samples, match.best.step_s, ethernet_s(match, match.best)))
+        jobs.append(JoinedJob(name, samples, match.best.step_s, ethernet_s(match, match.best)))
     rounds = joined.RoundPrices(result.network.measured, model.parameters, jobs)
     return Beside(rounds, model.sequence, result.tokens_per_s(result.best))
 

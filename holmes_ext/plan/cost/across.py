@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from holmes_ext.cluster.wan import Hop, Wan
 
+#: (cluster, cluster)
 Pair = tuple[str, str]
 T = TypeVar("T")
 #: Up to so many clusters every order of a ring is looked at.

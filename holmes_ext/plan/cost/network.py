@@ -20,14 +20,13 @@ from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Hop, Wan
+from holmes_ext.plan.cost.across import Pair, hop_loads, neighbours
 from holmes_ext.plan.cost.links import Curve, Link, Links
 from holmes_ext.plan.placement.families import GroupFamily, StageEdge
 from holmes_ext.plan.placement.placement import Content, Placement
 from holmes_ext.plan.sizes import Sizes
 
 T = TypeVar("T")
-#: (cluster, cluster)
-Pair = tuple[str, str]
 #: (class of node, fabric, "out" or "in")
 Nic = tuple[int, str, str]
 
@@ -154,11 +153,8 @@ class Network:
             return self.only
         key = frozenset(kinds)
         firsts = (self.names[kind][0] for kind in key)
-
-        def fastest() -> Fabric:
-            return self.site.fabric_by_name[self.measured.shared_fabric(firsts).name]
-
-        return self.remember(key, fastest)
+        return self.remember(
+            key, lambda: self.site.fabric_by_name[self.measured.shared_fabric(firsts).name])
 
     def line(self, fabric: Fabric) -> Fabric:
         """With rate and latency as measured, where that was."""
@@ -170,11 +166,7 @@ class Network:
         """What so many flows from cluster to cluster pass on a fabric, with the flows of each."""
         if not self.wan or fabric.name != ETHERNET:
             return ()
-        loads: dict[Hop, float] = {}
-        for (source, target), flows in pairs.items():
-            for hop in self.wan.hops(source, target):
-                loads[hop] = loads.get(hop, 0.0) + flows
-        return tuple(loads.items())
+        return tuple(hop_loads(self.wan, pairs).items())
 
     def longer_s(self, fabric: Fabric, pair: Pair) -> float:
         """What the way between two clusters takes longer than the fabric's latency."""
@@ -185,8 +177,7 @@ class Network:
 
     def neighbours(self, ring: Content) -> list[Pair]:
         """Clusters that follow each other in a ring of such nodes."""
-        names = [self.cluster(kind) for kind, _ in ring]
-        return [pair for pair in zip(names, (*names[1:], names[0])) if pair[0] != pair[1]]
+        return neighbours([self.cluster(kind) for kind, _ in ring])
 
     # ------------------------------------------------------------------- loads
 

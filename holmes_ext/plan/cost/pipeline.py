@@ -8,14 +8,13 @@
     interleaved    the same, v chunks a stage    Narayanan et al. 2021 (arXiv 2104.04473): (p - 1) / (v m)
     breadth-first  F F F F B B B B, chunk by     Lamy-Poirier 2022 (arXiv 2211.05953): a chunk's gradients are
                    chunk                         final long before those of the first
-                                                 over, long before those of the first
 
 All in seconds, tuples by stage; transfer: of one activation over each edge, as of its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf
@@ -291,21 +290,3 @@ class Estimate:
     def waited_s(self) -> float:
         """What reductions add after the first stage's last backward."""
         return self.step_s - (self.end_s[0] - self.exposed_s[0])
-
-
-def step_of(
-    ends: Callable[..., list[float]], forward: Seconds, backward: Seconds, transfer: Seconds,
-    micro_batches: int,
-    reduction: Seconds, exposed: Seconds, tied_s: float = 0.0, chunks: tuple[int, float] = (1, 0.0),
-) -> Estimate:
-    """ends: formula_ends or walked_ends; chunks: virtual and load_s of the former. tied_s: all-reduce of a
-    tied embedding's gradient when the first and the last stage have ended, before they reduce their own
-    (DeepSpeed's PipelineEngine)."""
-    end = ends(forward, backward, transfer, micro_batches, *(chunks if chunks[0] > 1 else ()))
-    exposed = list(exposed)
-    if tied_s and len(end) > 1:
-        end[-1] = end[0]  # the last stage waits for the first one
-        exposed[0], exposed[-1] = exposed[0] + tied_s, exposed[-1] + tied_s
-    compute = tuple((f + b) * micro_batches for f, b in zip(forward, backward))
-    ended = tuple(at + left for at, left in zip(end, exposed))
-    return Estimate(compute, tuple(transfer), tuple(reduction), tuple(exposed), ended)

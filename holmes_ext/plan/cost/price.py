@@ -69,7 +69,7 @@ class Prices(StageSums):
 
     def _place(self, content: Content) -> tuple[str, float]:
         """Names of the clusters, and bytes that the smallest GPU holds."""
-        clusters = list(dict.fromkeys(self.network.cluster(kind) for kind, _ in content))
+        clusters = self.network.clusters(content)
         memory = self.job.slowest(clusters).memory_bytes or inf
         return ", ".join(clusters), min(memory, self.rules.memory_bytes or inf)
 
@@ -79,7 +79,7 @@ class Prices(StageSums):
         """By kind of layer: forward, backward, reduction but its latency, weights' gradients."""
         fold, (stage,) = folded()
         job, content = self.job, fold.placement.stages[stage]
-        flops = job.slowest([self.network.cluster(kind) for kind, _ in content]).flops
+        flops = job.slowest(self.network.clusters(content)).flops
         half = self.collective_s(fold, stage) / 2
         groups_s = [half if layer.kind == "block" else 0.0 for layer in job.layers]
         forward = tuple(layer.forward_flops / flops + more for layer, more in zip(job.layers, groups_s))
@@ -116,8 +116,7 @@ class Prices(StageSums):
 
     def edge(self, placement: Placement, stage: int, other: int) -> Price:
         """Until the slowest pair of ranks has its activation across."""
-        key, fold = self._stages(placement, stage, other)
-        return self.remember("edge", key, lambda: self._edge(*fold()))
+        return self._on_stages("edge", self._edge, placement, stage, other)
 
     def _edge(self, fold: Fold, stages: tuple[int, ...]) -> Price:
         """What each kind of pipeline's message takes is worked out once for all jobs."""
@@ -142,23 +141,19 @@ class Prices(StageSums):
         """StageCosts.nics: (first, last) of neighbouring stages on the same nodes, where the edges before and
         after them are on one network."""
         last, ranges, first = placement.sizes.pipeline - 1, [], 0
-        fabrics = [self._fabrics(placement, stage) for stage in range(last)]
+        fabrics = [self._on_stages("fabrics", self._fabrics, placement, stage, stage + 1)
+                   for stage in range(last)]
         for stage in range(1, last):
             first = first if fabrics[stage - 1] == {""} else stage
             if first and fabrics[stage] != {""} and fabrics[first - 1] & fabrics[stage]:
                 ranges.append((first, stage))
         return tuple(ranges)
 
-    def _fabrics(self, placement: Placement, stage: int) -> set[str]:
+    def _fabrics(self, fold: Fold, stages: tuple[int, ...]) -> set[str]:
         """Fabrics that carry a stage's messages to the next one; "" inside nodes."""
-        key, folded = self._stages(placement, stage, stage + 1)
-
-        def names() -> set[str]:
-            fold, (sender, receiver) = folded()
-            edges = fold.edges(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
-            return {"" if edge.local else self.network.fabric(edge.kinds).name for edge in edges}
-
-        return self.remember("fabrics", key, names)
+        sender, receiver = stages
+        edges = fold.edges(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
+        return {"" if edge.local else self.network.fabric(edge.kinds).name for edge in edges}
 
     def slices(self, placement: Placement) -> int:
         """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py); 1 where receivers
@@ -172,12 +167,11 @@ class Prices(StageSums):
         size, last = self.job.tied_bytes, placement.sizes.pipeline - 1
         if not size or not last:
             return 0.0
-        key, fold = self._stages(placement, 0, last)
 
-        def seconds() -> float:
-            return max(reduction.seconds(size) for reduction in self.tied(fold()[0]))
+        def seconds(fold: Fold, stages: tuple[int, ...]) -> float:
+            return max(reduction.seconds(size) for reduction in self.tied(fold))
 
-        return self.remember("tied", key, seconds)
+        return self._on_stages("tied", seconds, placement, 0, last)
 
     def tied(self, fold: Fold) -> list[PricedReduction]:
         """Of each kind of pipeline: by pairs, or in two levels where that is faster."""
@@ -218,17 +212,12 @@ class Prices(StageSums):
 
     def straddles(self, placement: Placement) -> bool:
         """Whether groups are left to Ethernet though a member has a better fabric."""
-        return any(self._straddles(placement, stage) for stage in range(placement.sizes.pipeline))
+        return any(self._on_stages("straddles", self._straddles, placement, stage)
+                   for stage in range(placement.sizes.pipeline))
 
-    def _straddles(self, placement: Placement, stage: int) -> bool:
-        key, folded = self._stages(placement, stage)
-
-        def straddles() -> bool:
-            fold, (place,) = folded()
-            families = (family for kind in INSIDE for family in fold.families(place, kind))
-            return any(self.network.straddles(family.kinds) for family in families)
-
-        return self.remember("straddles", key, straddles)
+    def _straddles(self, fold: Fold, stages: tuple[int, ...]) -> bool:
+        families = (family for kind in INSIDE for family in fold.families(stages[0], kind))
+        return any(self.network.straddles(family.kinds) for family in families)
 
 
 def _cut(load: Load, link_bps: float, slices: int, share: float) -> Price:

@@ -62,6 +62,13 @@ class StageSums:
 
         return (key, places), folded
 
+    def _on_stages(
+        self, what: str, make: Callable[[Fold, tuple[int, ...]], T], placement: Placement, *stages: int
+    ) -> T:
+        """What `make` tells of these stages' fold, once for all stages that are like them."""
+        key, folded = self._stages(placement, *stages)
+        return self.remember(what, key, lambda: make(*folded()))
+
     def fold(self, placement: Placement, *stages: int) -> FoldedStages:
         """Where the groups of these stages, and the edges between them, are found; their numbers there."""
         return self._stages(placement, *stages)[1]()

@@ -16,15 +16,8 @@ from math import inf
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.memory import in_flight
-from holmes_ext.plan.cost.pipeline import (
-    Estimate,
-    both_ways,
-    formula_ends,
-    schedule,
-    step_of,
-    walked_ends,
-)
-from holmes_ext.plan.cost.workload import StageLoad
+from holmes_ext.plan.cost.pipeline import Estimate, both_ways, formula_ends, schedule, walked_ends
+from holmes_ext.plan.cost.workload import StageLoad, passes_s
 
 Row = tuple[float, ...]
 Rows = tuple[Row, ...]
@@ -196,19 +189,13 @@ class StageCosts:
         if self.hidden is None:
             return ()
         loads = self.loads(stage_layers)
-        forward, backward, most = zip(*((load.forward_s, load.backward_s, load.most) for load in loads))
-        busy_s = max(map(sum, zip(forward, backward)))
+        busy_s, most = max(load.busy_s for load in loads), tuple(load.most for load in loads)
         transfer, sent = both_ways(self.edges_s(stage_layers), self.hidden, self.nics, busy_s)
-        return schedule(forward, backward, transfer, self.micro_batches, sent, most)
+        return schedule(*passes_s(loads), transfer, self.micro_batches, sent, most)
 
     def edges_s(self, stage_layers: Sequence[int]) -> Row:
         """Of an activation over each edge, with so many blocks on each stage."""
         return tuple(row[high - 1] for row, (_, high) in zip(self.transfer, self.ranges(stage_layers)[:-1]))
-
-    @property
-    def tied_wait_s(self) -> float:
-        """The tied all-reduce where it takes place: not inside one stage."""
-        return self.tied_s if self.stages > 1 else 0.0
 
 
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
@@ -227,18 +214,27 @@ def estimate(
     costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] | None = None
 ) -> Estimate:
     """The step with stage_layers[s] blocks on stage s; ends: formula_ends unless told."""
-    ends = ends or partial(formula_ends, hidden=costs.hidden, nics=costs.nics)
+    ends = ends or partial(formula_ends, virtual=costs.virtual, load_s=costs.load_s, hidden=costs.hidden,
+                           nics=costs.nics)
     assert len(stage_layers) == costs.stages and sum(stage_layers) == costs.blocks and min(stage_layers) > 0
     ranges = costs.ranges(stage_layers)
 
     def total(name: str) -> list[float]:
         return [sums[high] - sums[low] for sums, (low, high) in zip(costs.sums[name], ranges)]
 
-    transfer = costs.edges_s(stage_layers)
-    reduction = [part + latency for part, latency in zip(total("reduction_s"), costs.latency_s)]
+    forward, backward, transfer = total("forward_s"), total("backward_s"), costs.edges_s(stage_layers)
+    end = ends(forward, backward, transfer, costs.micro_batches)
     exposed = [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)]
-    times, chunks = (total("forward_s"), total("backward_s"), transfer), (costs.virtual, costs.load_s)
-    step = step_of(ends, *times, costs.micro_batches, reduction, exposed, costs.tied_wait_s, chunks)
+    if costs.tied_s and costs.stages > 1:  # before both reduce their own (DeepSpeed's PipelineEngine)
+        end[-1] = end[0]  # the last stage waits for the first one
+        exposed[0], exposed[-1] = exposed[0] + costs.tied_s, exposed[-1] + costs.tied_s
     memory = tuple(used + costs.working_bytes for used in total("memory"))
-    fits = tuple(used <= limit for used, limit in zip(memory, costs.limit_bytes))
-    return replace(step, stage_layers=tuple(stage_layers), memory_bytes=memory, fits=fits)
+    return Estimate(
+        compute_s=tuple((f + b) * costs.micro_batches for f, b in zip(forward, backward)),
+        transfer_s=transfer,
+        reduction_s=tuple(map(sum, zip(total("reduction_s"), costs.latency_s))),
+        exposed_s=tuple(exposed),
+        end_s=tuple(map(sum, zip(end, exposed))),
+        stage_layers=tuple(stage_layers), memory_bytes=memory,
+        fits=tuple(used <= limit for used, limit in zip(memory, costs.limit_bytes)),
+    )  # fmt: skip

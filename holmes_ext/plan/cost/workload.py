@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import floor, inf
 from typing import Any
@@ -82,3 +83,8 @@ class StageLoad:
     def bytes_of(self, in_flight: float) -> float:
         """Held with so many micro-batches in flight."""
         return self.fixed_bytes + in_flight * self.kept_bytes
+
+
+def passes_s(loads: Sequence[StageLoad]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of a forward and of a backward pass, by stage."""
+    return tuple(load.forward_s for load in loads), tuple(load.backward_s for load in loads)

@@ -46,12 +46,11 @@ def places_of(plan: Plan) -> Places:
     clusters, nodes = list(plan.clusters), [[plan.node_of(rank) for rank in ranks] for ranks in expert_groups]
     rates = {(a, b): _rate(plan, a, b) for a in clusters for b in clusters if a != b}
     fastest = max(rates.values(), default=1.0)
-    home = {node: name for name, members in plan.clusters.items() for node in members}
     tables = tuple([[0.0] * size for _ in range(size)] for _ in range(3))
     for names in nodes:
         for i, source in enumerate(names):
             for j, target in enumerate(names):
-                pair, apart = (home[source], home[target]), float(source != target)
+                pair, apart = (plan.cluster_of[source], plan.cluster_of[target]), float(source != target)
                 crosses = float(pair[0] != pair[1])
                 distance = fastest / rates[pair] if crosses else INSIDE * apart
                 for table, value in zip(tables, (distance, crosses, apart)):

@@ -18,7 +18,7 @@ from math import inf
 from random import Random
 
 from holmes_ext.plan.cost.pipeline import WORTH_MORE, quickest_in_flight, walked_ends
-from holmes_ext.plan.cost.workload import StageLoad
+from holmes_ext.plan.cost.workload import StageLoad, passes_s
 from holmes_ext.plan.passes.least import least_s
 from holmes_ext.plan.passes.schedule import OnePass, PassOrder, Times
 
@@ -49,7 +49,7 @@ def quickest(
     """None where 1F1B with hidden edges is as fast, or what of a backward could wait is not known. transfer:
     seconds of an activation over each edge; sent: those in which it carries nothing else; one_order: as
     solved's. Memory of unknown size holds as many micro-batches as 1F1B's fullest stage."""
-    forward, backward = (tuple(getattr(load, name) for load in loads) for name in ("forward_s", "backward_s"))
+    forward, backward = passes_s(loads)
     weights, most = tuple(load.weights_s for load in loads), tuple(load.most for load in loads)
     if len(loads) < 2 or not all(weights):
         return None
@@ -68,11 +68,7 @@ def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassO
     messages need one order (NCCL), which is found and priced, too."""
     passes = 3 * times.micro_batches * len(times.forward) * (ONE_ORDER if one_order else 1)
     budget = max(1, WORK // passes)
-
-    def capacity(stage: int) -> int:
-        return int(min(times.most[stage], times.micro_batches))
-
-    room, count = [capacity(stage) for stage in range(len(ahead))], len(ahead)
+    room, count = [int(min(most, times.micro_batches)) for most in times.most], len(ahead)
     wide = [min(2 * depth, depth + count) for depth in ahead]
     starts = [
         [Rule(min(depth, most), late if late >= 0 else most, patience) for depth, most in zip(aheads, room)]

@@ -50,16 +50,6 @@ class GroupFamily:
         """Of one group."""
         return sum(part.nodes for part in self.parts)
 
-    @property
-    def here(self) -> int:
-        """Ranks of a group on one node, at most."""
-        return max(part.here for part in self.parts)
-
-    @property
-    def crowd(self) -> int:
-        """Groups on one node, at most."""
-        return max(part.crowd for part in self.parts)
-
 
 @dataclass(frozen=True)
 class StageEdge:

@@ -74,10 +74,8 @@ class Fold:
 
     def _positions(self) -> Iterable[tuple[int, int]]:
         """Of a stage's ranks those that are looked at, and how many like each there are."""
-        contents = dict.fromkeys(self.placement.stages)
-        borders = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
-        self._borders = [0, *sorted(borders)]
-        for low, high in zip(self._borders, self._borders[1:]):
+        borders = self.placement.borders
+        for low, high in zip(borders, borders[1:]):
             stop, like = high, 1
             if low % self._unit == 0 and high % self._unit == 0:
                 stop, like = low + self._unit, (high - low) // self._unit
@@ -94,7 +92,7 @@ class Fold:
         """The kind of pipeline whose ranks stand at a position of every stage."""
         at = position // self.times
         if at not in self.kind_of:
-            first = max(border for border in self._borders if border <= at)
+            first = max(border for border in self.placement.borders if border <= at)
             at = first + (at - first) % self._unit
         return self.kind_of[at]
 
@@ -175,24 +173,15 @@ class Fold:
             ranks_on = Counter(slot_of[at] for at in members)
             like = {slot_of[at]: self._weight[at] for at in members}
             count = len(names) if is_data else sum(self._weight[groups[name][0]] for name in names)
-            node_counts: dict[tuple[int, int, int], int] = {}
+            nodes_of: Counter[GroupPart] = Counter()
             for slot, ranks in ranks_on.items():
-                family_groups = sum(name in on[slot] for name in names)
-                key = slot, ranks, family_groups
-                node_counts[key] = node_counts.get(key, 0) + (like[slot] if is_data else 1)
-            nodes_of: dict[GroupPart, int] = {}
-            for (slot, ranks, family_groups), nodes in node_counts.items():
-                node = self.node_of[slot]
+                node, groups_here = self.node_of[slot], groups_of * sum(name in on[slot] for name in names)
                 stages_there = {stage for _, stage in self._on[slot]}
                 crowd = groups_of * len(on[slot]) * len(stages_there)
                 crowd = self.data_groups[node] if is_data else crowd
-                groups_here = groups_of * family_groups
                 part = GroupPart(node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_here, crowd)
-                nodes_of[part] = nodes_of.get(part, 0) + nodes
-            parts = tuple(
-                GroupPart(part.node, part.kind, nodes, part.here, part.groups, part.crowd)
-                for part, nodes in nodes_of.items()
-            )
+                nodes_of[part] += like[slot] if is_data else 1
+            parts = tuple(replace(part, nodes=nodes) for part, nodes in nodes_of.items())
             turns = [at for at, before in zip(members, (None, *members))
                      if before is None or slot_of[at] != slot_of[before]]
             ring = joined((self._kind_of_slot[slot_of[at]], like[slot_of[at]] if is_data else 1)
@@ -205,16 +194,13 @@ class Fold:
         """Positions of every group's members, in their order, by what they have in common."""
         sizes, members_of = self.placement.sizes, dict[Hashable, list[int]]()
         if kind == "expert":
-            name = _expert_group(self.placement)
+            grid, strides = expert_grid(sizes)
+            steps = [(strides[axis], grid[axis]) for axis in ("tp", "dp")]
         else:
             axes = [axis for axis in AXES if axis != "pp" and axis not in KINDS[kind]]
-            strides = [(self._step[axis], sizes.size(axis)) for axis in axes]
-
-            def name(at: int) -> Hashable:
-                return tuple(at // step % size for step, size in strides)
-
+            steps = [(self._step[axis], sizes.size(axis)) for axis in axes]
         for at in self._weight:
-            members_of.setdefault(name(at), []).append(at)
+            members_of.setdefault(tuple(at // step % size for step, size in steps), []).append(at)
         skip_single = kind != "data" and (kind != "tensor" or self.times == 1)
         return {key: members for key, members in members_of.items() if len(members) > 1 or not skip_single}
 
@@ -251,12 +237,3 @@ def _unit(placement: Placement, step: Mapping[str, int]) -> int:
     else:
         return stage_ranks
     return unit if stage_ranks % unit == 0 else stage_ranks
-
-
-def _expert_group(placement: Placement):  # type: ignore[no-untyped-def]
-    grid, strides = expert_grid(placement.sizes)
-
-    def name(at: int) -> Hashable:
-        return at // strides["tp"] % grid["tp"], at // strides["dp"] % grid["dp"]
-
-    return name

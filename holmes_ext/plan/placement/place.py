@@ -148,9 +148,7 @@ class _Search:
         fabrics = {number: self.network.homes(number) for number in self.counts}
         packed = pack(self.counts, fabrics, size)
         several = any(len(fabric) > 1 for fabric in fabrics.values())
-        if packed is not None and not several:
-            self.arrange(packed, known)
-        elif order_count(self.counts) <= fresh:
+        if (packed is None or several) and order_count(self.counts) <= fresh:
             for order in distinct_orders(self.counts):
                 self.offer(self.cut(order))
         elif packed is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import gcd
 
 from holmes_ext.plan.sizes import Sizes
@@ -107,6 +107,13 @@ class Placement:
                 begin += ranks
         known: dict[Content, Content] = {}
         return tuple(known.setdefault(content, content) for content in map(joined, parts))
+
+    @cached_property
+    def borders(self) -> list[int]:
+        """Positions in a stage between which no stage's kind of node changes, 0 and the end among them."""
+        contents = dict.fromkeys(self.stages)
+        ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
+        return [0, *sorted(ends)]
 
     @cached_property
     def tied(self) -> int:

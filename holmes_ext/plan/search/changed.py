@@ -130,15 +130,13 @@ def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
             yield f"{what} between clusters", result.on(Network(replace(site, wan=changed), without_pairs))
     fastest = max(gpu.flops for gpu in result.gpus)
     for name in site.clusters:
-        gpu = model.gpu_of(name)
+        gpu, gpus = model.gpu_of(name), {}
         if gpu.flops < fastest:
-            gpus = {**model.gpus, name: replace(gpu, flops=fastest)}
-            search_result = result.on(Network(site, links), replace(model, gpus=gpus))
-            yield f"GPUs of {name} as fast as the fastest", search_result
+            gpus[f"GPUs of {name} as fast as the fastest"] = replace(gpu, flops=fastest)
         if gpu.memory_bytes and result.misfits:
-            gpus = {**model.gpus, name: replace(gpu, memory_bytes=2 * gpu.memory_bytes)}
-            search_result = result.on(Network(site, links), replace(model, gpus=gpus))
-            yield f"twice the memory on GPUs of {name}", search_result
+            gpus[f"twice the memory on GPUs of {name}"] = replace(gpu, memory_bytes=2 * gpu.memory_bytes)
+        for what, other in gpus.items():
+            yield what, result.on(Network(site, links), replace(model, gpus={**model.gpus, name: other}))
     for source, target in permutations(site.clusters, 2):
         if len(site.clusters) <= MOST_CLUSTERS and sum(node.cluster == source for node in site.nodes) > 1:
             moved = _moved(site, source, target)

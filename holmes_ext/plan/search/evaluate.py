@@ -62,11 +62,8 @@ class Evaluator:
     def placements(self, shape: Shape) -> tuple[list[Placement], bool]:
         """Those that the limits let be, and whether none was left out."""
         sizes = shape.sizes().complete(self.result.network.world)
-
-        def made() -> tuple[list[Placement], bool]:
-            return self.orders.placements(sizes)
-
-        every, complete = self.result.network.remember(("placements", sizes), made)
+        every, complete = self.result.network.remember(
+            ("placements", sizes), lambda: self.orders.placements(sizes))
         return [placement for placement in every if allowed(self.result.limits, placement)], complete
 
     def stages(self, shape: Shape, placement: Placement) -> Stages:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 from holmes_ext.document import load_json
@@ -154,10 +154,11 @@ class SearchResult:
         return self.batch_flops / candidate.step_s / self.network.world
 
     def prices(self, shape: Shape, flat: bool = False) -> Prices:
-        if "_prices" not in self.__dict__:
-            self.__dict__["_prices"] = lru_cache(maxsize=64)(self._prices_of)
-        prices: Prices = self.__dict__["_prices"](shape, flat)
-        return prices
+        return self._prices(shape, flat)
+
+    @cached_property
+    def _prices(self) -> Callable[[Shape, bool], Prices]:
+        return lru_cache(maxsize=64)(self._prices_of)
 
     def _prices_of(self, shape: Shape, flat: bool) -> Prices:
         two_level = self.limits.two_level
@@ -211,9 +212,12 @@ class SearchResult:
         quicker = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
         if not quicker or candidate.shape not in self.ideals or self.certificate is None:
             return self
-        bound_s = min(candidate.step_s, self.certificate.bound_s)
-        certificate = Certificate(candidate.step_s, bound_s)
-        return replace(self, candidates=[replace(candidate), *self.candidates], certificate=certificate)
+        return self.ranked([replace(candidate), *self.candidates], self.certificate.bound_s)
+
+    def ranked(self, candidates: list[Candidate], bound_s: float) -> SearchResult:
+        """With these, the fastest first; no plan takes less than bound_s."""
+        best_s = candidates[0].step_s
+        return replace(self, candidates=candidates, certificate=Certificate(best_s, min(bound_s, best_s)))
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
         """The same on another network, nothing found."""

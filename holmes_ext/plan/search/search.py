@@ -27,7 +27,7 @@ from math import inf
 from multiprocessing import get_context
 
 from holmes_ext.plan.search.evaluate import Evaluator, Found, Item, PlacedShape
-from holmes_ext.plan.search.result import EQUAL, Certificate, SearchResult
+from holmes_ext.plan.search.result import EQUAL, SearchResult
 from holmes_ext.plan.search.sketch import Progress, Sketch
 from holmes_ext.plan.search.space import Shape
 
@@ -220,9 +220,5 @@ class _Proof:
     def finish(self) -> SearchResult:
         ranked = sorted(self.candidates.values(),
                         key=lambda plan: (not plan.simulated_s, plan.step_s, plan.peak_bytes))
-        best = ranked[0].step_s
-        certificate = Certificate(best, min(self._bound_s(), best))
-        return replace(
-            self.result, candidates=ranked, certificate=certificate, interrupted=self.interrupted,
-            pruned=self.result.pruned + len(self.heap),
-        )  # fmt: skip
+        return replace(self.result.ranked(ranked, self._bound_s()), interrupted=self.interrupted,
+                       pruned=self.result.pruned + len(self.heap))

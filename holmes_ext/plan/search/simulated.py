@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holmes_ext.plan.cost.memory import Memory, in_flight, stage_memory
@@ -98,11 +98,17 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
     layers_held = [job.block] * layers
     layers_held += [job.layers[0]] if stage == 0 else []
     layers_held += [job.layers[-1]] if stage == shape.pipeline - 1 else []
-    keep = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
-    keep = candidate.in_flight[stage] if candidate.in_flight else keep
-    shards = sizes.data * sizes.context // shape.replicas
+    shards, kept = sizes.data * sizes.context // shape.replicas, _kept(candidate, stage)
     experts = max(1, shards // sizes.expert)
-    return stage_memory(result.model, layers_held, shape.zero, shards, experts, keep, job.working_bytes)
+    return stage_memory(result.model, layers_held, shape.zero, shards, experts, kept, job.working_bytes)
+
+
+def _kept(candidate: Candidate, stage: int) -> float:
+    """Micro-batches whose activations a stage keeps at most."""
+    if candidate.in_flight:
+        return candidate.in_flight[stage]
+    shape = candidate.shape
+    return in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
 
 
 def with_passes(result: SearchResult) -> SearchResult:
@@ -110,8 +116,12 @@ def with_passes(result: SearchResult) -> SearchResult:
     1F1B.)"""
     piped = [candidate for candidate in result.candidates
              if candidate.simulated_s and not candidate.breadth_first]
-    ahead = list(filter(None, (in_passes(result, candidate) for candidate in piped[:PIPED])))
-    best = min(ahead, key=lambda candidate: candidate.simulated_s, default=None)
+    return _with_faster(result, (in_passes(result, candidate) for candidate in piped[:PIPED]))
+
+
+def _with_faster(result: SearchResult, others: Iterable[Candidate | None]) -> SearchResult:
+    """With the fastest of them first, if it is faster than the best."""
+    best = min(filter(None, others), key=lambda candidate: candidate.simulated_s, default=None)
     if best is None or best.simulated_s >= result.best.step_s:
         return result
     return replace(result, candidates=[best, *result.candidates])
@@ -137,12 +147,7 @@ def with_breadth_first(result: SearchResult) -> SearchResult:
     """The same in breadth-first order (arXiv 2211.05953), for a stack that has it."""
     piped = [candidate for candidate in result.candidates
              if candidate.simulated_s and candidate.shape.pipeline > 1]
-    fitting = filter(None, (_in_breadth_first(result, candidate) for candidate in piped))
-    ahead = [replace(candidate, simulated_s=simulated(result, candidate).step_s) for candidate in fitting]
-    best = min(ahead, key=lambda candidate: candidate.simulated_s, default=None)
-    if best is None or best.simulated_s >= result.best.step_s:
-        return result
-    return replace(result, candidates=[best, *result.candidates])
+    return _with_faster(result, (_in_breadth_first(result, candidate) for candidate in piped))
 
 
 def _in_breadth_first(result: SearchResult, candidate: Candidate) -> Candidate | None:
@@ -150,8 +155,6 @@ def _in_breadth_first(result: SearchResult, candidate: Candidate) -> Candidate |
     shape, sizes = candidate.shape, []
     for stage, used in enumerate(candidate.memory_bytes):
         terms = memory_of(result, candidate, stage)
-        now = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
-        now = candidate.in_flight[stage] if candidate.in_flight else now
-        sizes.append(used + terms.activations * (shape.micro_batches / now - 1))
+        sizes.append(used + terms.activations * (shape.micro_batches / _kept(candidate, stage) - 1))
     whole = replace(candidate, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
-    return whole if whole.fits else None
+    return replace(whole, simulated_s=simulated(result, whole).step_s) if whole.fits else None

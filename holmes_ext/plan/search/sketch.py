@@ -16,7 +16,7 @@ from holmes_ext.plan.search.bound.shape import ShapeBound
 from holmes_ext.plan.search.bound.stages import Stages
 from holmes_ext.plan.search.evaluate import Evaluator, what_crosses
 from holmes_ext.plan.search.partition import Split
-from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, SearchResult
+from holmes_ext.plan.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.plan.search.simulated import memory_of, passes, timed
 from holmes_ext.plan.search.space import CLUSTERS, Limits, Shape, shapes
 from holmes_ext.units import format_bytes
@@ -204,10 +204,7 @@ def simulate_first(result: SearchResult, count: int = COUNT, rows: int = 1) -> S
     candidates.sort(key=lambda plan: plan.simulated_s)
     if result.user_layout is not None:
         result = replace(result, user_layout=timed(result, result.user_layout))
-    bound = min(result.ideals.values(), default=0.0)
-    ranked = [*candidates, *rest]
-    certificate = Certificate(ranked[0].step_s, min(bound, ranked[0].step_s))
-    return replace(result, candidates=ranked, certificate=certificate)
+    return result.ranked([*candidates, *rest], min(result.ideals.values(), default=0.0))
 
 
 def _within(limits: Limits) -> str:

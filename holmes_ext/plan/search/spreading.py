@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, permutations
 from math import inf
 
-from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.placement.spread import Stages, spread
-from holmes_ext.plan.search.bound.shape import ShapeBound
-from holmes_ext.plan.search.result import EQUAL, Candidate, Certificate, SearchResult
+from holmes_ext.plan.search.bound.shape import ShapeBound, rates_between
+from holmes_ext.plan.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.plan.search.simulated import timed
 from holmes_ext.plan.sizes import Sizes
 
@@ -43,9 +41,7 @@ def with_spread(result: SearchResult) -> SearchResult:
         if moved and moved.formula_s < result.best.step_s and moved.placement.stages not in known:
             improved.append(timed(result, moved))
     ranked = sorted([*improved, *result.candidates], key=lambda plan: plan.simulated_s or inf)
-    best = ranked[0].step_s
-    return replace(result, candidates=ranked,
-                   certificate=Certificate(best, min(best, result.certificate.bound_s)))
+    return result.ranked(ranked, result.certificate.bound_s)
 
 
 def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
@@ -73,11 +69,7 @@ class Crossing:
     reduced: of a stage's gradients, summed directly."""
 
     def __init__(self, network: Network, sent: float, reduced: float):
-        self.sent, self.reduced, self.rates = 8 * sent, 8 * reduced, {}
-        for pair in permutations(range(len(network.kinds)), 2):
-            hops = network.wan.hops(*map(network.cluster, pair))
-            on_links = network.fabric(pair).name == ETHERNET
-            self.rates[pair] = min((hop.rate_bps for hop in hops if on_links), default=inf)
+        self.sent, self.reduced, self.rates = 8 * sent, 8 * reduced, rates_between(network)
 
     def seconds(self, stages: Stages) -> float:
         pipeline: dict[tuple[int, int], float] = defaultdict(float)

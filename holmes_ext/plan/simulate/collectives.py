@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -31,7 +31,6 @@ from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.simulate.events import Transfer
 from holmes_ext.plan.simulate.execution import Execution
 from holmes_ext.plan.simulate.transfers import TransferMaker
-from holmes_ext.plan.sizes import Sizes
 
 #: Beyond so many chunks of a stage they are simulated as larger ones: their pipeline's fill is overrated by
 #: less than 1/32.
@@ -71,13 +70,11 @@ def leaving(
         for places in cut(sizes, limit_bytes, exceed=exceed, first_bytes=first_bytes):
             after = None if late else of_kind[places[-1]].place
             by_moment.setdefault(after, []).append([of_kind[index] for index in places])
-    return [_leaving(buckets, after) for after, buckets in by_moment.items()]
-
-
-def _leaving(buckets: Sequence[Sequence[Gradient]], after: Place | None) -> Leaving:
-    sizes = tuple(sum(gradient.size for gradient in bucket) for bucket in buckets)
-    places = dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)
-    return Leaving(sizes, tuple(places), after)
+    return [
+        Leaving(tuple(sum(gradient.size for gradient in bucket) for bucket in buckets),
+                tuple(dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)), after)
+        for after, buckets in by_moment.items()
+    ]
 
 
 class Collectives:
@@ -93,7 +90,10 @@ class Collectives:
         #: Bytes of weights for each byte of gradients.
         self.weights = model.activation_width / model.gradient_width
         self.parameters = [layer.parameters for layer in layers]
-        self.reduced = [_reduced(model, layer, sizes) for layer in layers]
+        #: Of each gradient of each layer.
+        self.reduced = [[model.gradient_width * count
+                         for count in layer.reduced(sizes.data * sizes.context, sizes.expert)]
+                        for layer in layers]
         self.tied_bytes = model.tied_bytes(sizes)
         self.late_gather = run.zero == 1 and run.gather_overlap
         self.transfers: dict[Hashable, Transfer] = {}
@@ -134,10 +134,9 @@ class Collectives:
         run, stage = self.run, family.stage
         gradients = self.gradients(stage)
         total = sum(gradient.size for gradient in gradients)
-        ring = self.network.ring(family, inside_bps=self._inside_bps(family))
-        both = None
+        ring, both = self._ring(family), None
         if run.in_two_levels(stage):
-            how = run.direct, 0, run.compress, self._inside_bps(family)
+            how = run.direct, 0, run.compress, self._link_bps(family.kinds)
             both = two_levels(self.network, family, total, *how)
         scatters = run.zero > 0 and run.engine.scatters
         every = self._buckets(family, gradients, both.chunk_bytes if both else 0.0)
@@ -216,11 +215,10 @@ class Collectives:
         return replace(family, pipelines=tuple(pipelines))
 
     def _ring(self, family: GroupFamily) -> Load:
-        return self.network.ring(family, inside_bps=self._inside_bps(family))
+        return self.network.ring(family, inside_bps=self._link_bps(family.kinds))
 
-    def _inside_bps(self, family: GroupFamily) -> float:
-        clusters = map(self.network.cluster, family.kinds)
-        return min(self.model.gpu_of(cluster).link_bps for cluster in clusters)
+    def _link_bps(self, kinds: Iterable[int]) -> float:
+        return min(self.model.gpu_of(self.network.cluster(kind)).link_bps for kind in kinds)
 
     def _add_tied(self) -> None:
         """By pairs, or in two levels where each of the two stages is on a cluster of its own."""
@@ -228,12 +226,11 @@ class Collectives:
         two_level: dict[int, tuple[TwoLevels, GroupFamily] | None] = {}
         if self.run.tied:
             for family in twins(fold):
-                how = self.run.direct, 0, self._inside_bps(family)
+                how = self.run.direct, 0, self._link_bps(family.kinds)
                 levels = in_two_levels(self.network, family, self.tied_bytes, *how)
                 two_level |= dict.fromkeys(family.pipelines, (levels, family) if levels else None)
         for kind in range(len(fold.kinds)):
-            kinds = fold.kind_on(kind, 0), fold.kind_on(kind, last)
-            link = min(self.model.gpu_of(self.network.cluster(end)).link_bps for end in kinds)
+            link = self._link_bps((fold.kind_on(kind, 0), fold.kind_on(kind, last)))
             pair, joint = by_pairs(self.network, fold, kind, link), two_level.get(kind)
             if joint and joint[0].seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
                 tag, parties = ("tied", 0, joint[1].pipelines, 0), 2 * len(joint[1].pipelines)
@@ -272,9 +269,3 @@ class Collectives:
         longer_s = 2 * sum(longer) - sum(longer[-2:]) + longer[0]
         transfer = self.maker.collective(replace(ring, longer_s=longer_s), [4.0], len(family.pipelines))
         return replace(transfer, bits=0.0, uses=())
-
-
-def _reduced(model: Model, layer: Layer, sizes: Sizes) -> list[float]:
-    """Bytes of each gradient of a layer."""
-    counts = layer.reduced(sizes.data * sizes.context, sizes.expert)
-    return [model.gradient_width * count for count in counts]

@@ -26,10 +26,12 @@ _PIECES = 64
 
 
 @dataclass(frozen=True)
-class Runner:
-    """A job in one cluster. step_s: of its step alone; ethernet_s: what of it Ethernet's rate decides."""
+class JoinedJob:
+    """A job in one cluster. samples, step_s: of its step alone; ethernet_s: what of it Ethernet's rate
+    decides."""
 
     cluster: str
+    samples: int
     step_s: float
     ethernet_s: float = 0.0
 
@@ -44,20 +46,21 @@ class RoundSeconds:
     longer_s: float
 
 
-def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: int,
-                   delay: int) -> RoundSeconds:
+def simulate_round(
+    site: Site, joined: Sequence[JoinedJob], bits: float, alone: int, delay: int
+) -> RoundSeconds:
     """bits: that each job sends to each other one; alone, delay: steps before a round and under it."""
-    jobs = range(len(runners))
+    jobs = range(len(joined))
     templates: dict[Hashable, Transfer] = dict.fromkeys(("off", "there", "end"), Transfer(1))
     capacities: dict[Hashable, float] = {}
     ethernet, nodes = site.fabric_by_name[ETHERNET], Counter(node.cluster for node in site.nodes)
     rate, farthest_s = float(ethernet.rate_bps), ethernet.latency_s
-    for job, sender in enumerate(runners):
+    for job, sender in enumerate(joined):
         capacities |= {(job, "out"): rate, (job, "in"): rate}
         nics = tuple(((job, direction), site.processes) for direction in ("out", "in"))
         templates["own", job] = Transfer(1, bits=delay * sender.ethernet_s * rate / site.processes / _PIECES,
                                          uses=nics)
-        for other, receiver in enumerate(runners):
+        for other, receiver in enumerate(joined):
             if job != other:
                 streams = max(nodes[sender.cluster], nodes[receiver.cluster]) * site.processes
                 leaving, arriving = streams / nodes[sender.cluster], streams / nodes[receiver.cluster]
@@ -71,29 +74,29 @@ def simulate_round(site: Site, runners: Sequence[Runner], bits: float, alone: in
                 uses = *((hop.key, streams) for hop in hops), *ends
                 templates["bits", job, other] = Transfer(  # the first bytes are answered before all may leave
                     1, way_s, bits / streams, limit, uses, latency_s=way_s)
-    templates |= dict.fromkeys(("go", "done"), Transfer(len(runners), latency_s=2 * farthest_s))
+    templates |= dict.fromkeys(("go", "done"), Transfer(len(joined), latency_s=2 * farthest_s))
     transfers = Transfers(templates)
-    training = [list(_training(job, runner, alone, delay)) for job, runner in enumerate(runners)]
+    training = [list(_training(number, job, alone, delay)) for number, job in enumerate(joined)]
     Simulation([*training, *(list(_rounds(job, jobs)) for job in jobs)], transfers, capacities).run()
 
     def at(event: str, job: int, number: int = _ROUNDS[-1]) -> float:
         return transfers[event, job, number].ended
 
     waited = {job: max(0.0, at("end", job) - at("there", job)) for job in jobs}
-    slowest = min(jobs, key=lambda job: (waited[job], -runners[job].step_s))
+    slowest = min(jobs, key=lambda job: (waited[job], -joined[job].step_s))
     before = max(at(event, slowest, _ROUNDS[-2]) for event in ("there", "end"))
-    longer = at("there", slowest) - before - (alone + delay) * runners[slowest].step_s
+    longer = at("there", slowest) - before - (alone + delay) * joined[slowest].step_s
     round_s = max(at("end", job) for job in jobs) - max(at("off", job) for job in jobs)
     return RoundSeconds(round_s, waited[slowest], max(0.0, longer))
 
 
-def _training(job: int, runner: Runner, alone: int, delay: int) -> Iterator[Op]:
+def _training(job: int, runs: JoinedJob, alone: int, delay: int) -> Iterator[Op]:
     for number in _ROUNDS:
-        yield ("compute", "forward", alone * runner.step_s, -1, 0)
+        yield ("compute", "forward", alone * runs.step_s, -1, 0)
         yield ("post", ("off", job, number))
         for piece in range(_PIECES):
-            yield ("compute", "forward", delay * (runner.step_s - runner.ethernet_s) / _PIECES, -1, 0)
-            if delay * runner.ethernet_s:
+            yield ("compute", "forward", delay * (runs.step_s - runs.ethernet_s) / _PIECES, -1, 0)
+            if delay * runs.ethernet_s:
                 yield ("post", (("own", job), number, piece))
                 yield ("wait", (("own", job), number, piece), "reduce", -1)
         yield ("post", ("there", job, number))

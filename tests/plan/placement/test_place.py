@@ -14,11 +14,11 @@ from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.decide import straddles_of
 from holmes_ext.plan.placement import place as placing
 from holmes_ext.plan.placement.pack import pack
 from holmes_ext.plan.placement.place import distinct_orders, fastest_first, order_count
 from holmes_ext.plan.placement.placement import Placement
-from holmes_ext.plan.placement.straddling import straddling as straddling_groups
 from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.sizes import Sizes, groups
 
@@ -240,7 +240,7 @@ def test_stages_that_share_nodes_partly():
 
 
 def straddling_of(site, placed):
-    return straddling_groups(prices_of(site, placed.sizes, WORK), placed)
+    return straddles_of(prices_of(site, placed.sizes, WORK), placed)
 
 
 def test_straddling_says_which_and_what_it_costs():
@@ -250,7 +250,7 @@ def test_straddling_says_which_and_what_it_costs():
     assert (straddle.kind, straddle.groups, straddle.fabric) == ("data", 1, ETHERNET)
     assert {site.node_by_name[name].cluster for name in straddle.example} == {"a", "b"}
     prices = Prices(Network(site), RankModel.of_workload(WORK, placed.sizes), Rules(reductions=("flat",)))
-    (flat,) = straddling_groups(prices, placed)
+    (flat,) = straddles_of(prices, placed)
     own = replace(site,
                   fabrics=(*site.fabrics[:-1],
                            replace(site.fabrics[-1], rate_bps=int(RATES[1]), latency_s=2e-6)))

@@ -143,7 +143,7 @@ def milp_step(costs):
         ahead = [(c, -(cost[c][0] + cost[c][2])) for t in range(s) for c in of[t]]
         row([(end, 1), *ahead, *tail, *((c, -cost[c][3]) for c in of[s])], 0)
     whole = [(c, -(cost[c][0] + cost[c][1] + 2 * cost[c][2])) for c in cost]
-    if tied := costs.tied_wait_s:
+    if tied := costs.tied_s * (costs.stages > 1):
         for s in (0, last):
             row([(end, 1), *whole, *((c, -cost[c][3]) for c in of[s])], tied)
     goal = np.zeros(end + 1)

@@ -16,8 +16,8 @@ from functools import cached_property
 from math import ceil
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm, ways_across
-from holmes_ext.plan.cost.network import FREE, Load, Network, Pair, Price
+from holmes_ext.plan.cost.across import CrossClusterAlgorithm, Pair, ways_across
+from holmes_ext.plan.cost.network import FREE, Load, Network, Price
 from holmes_ext.plan.cost.reductions.reduction import Flow, PricedReduction, Tag
 from holmes_ext.plan.placement.families import GroupFamily, GroupPart
 
@@ -185,12 +185,11 @@ def _two_levels(
     for part in family.parts:
         clusters.setdefault(network.cluster(part.kind), []).append(part)
     ranks = {name: sum(part.nodes * part.here for part in parts) for name, parts in clusters.items()}
-    spread = not spread or any(sum(part.nodes for part in parts) > 1 for parts in clusters.values())
+    several = [parts for parts in clusters.values() if sum(part.nodes for part in parts) > 1]
     even = direct or network.uneven or len(set(ranks.values())) == 1
-    if len(clusters) < 2 or not spread or not even:
+    if len(clusters) < 2 or (spread and not several) or not even:
         return None
     fabric = network.fabric(family.kinds)
-    several = (parts for parts in clusters.values() if sum(part.nodes for part in parts) > 1)
     inside = {network.fabric(part.kind for part in parts) for parts in several}
     if fabric in inside and not network.wan:
         return None  # the ring sends no more over it

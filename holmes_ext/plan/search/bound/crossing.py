@@ -79,12 +79,11 @@ def _shared(stages: Stages, byte_s: dict[int, float]) -> SharedHop:
 
 def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
     """Seconds of a byte of a stage's gradients on every hop that they pass."""
-    run, byte_s = stages.run, defaultdict[Hop, float](float)
-    part = (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
-    reduction, _ = stages.reduction(stage, stages.column)
+    part, byte_s = stages.part, defaultdict[Hop, float](float)
+    reduction, _ = stages.reduction(stage)
     loads: tuple[Load, ...] = (reduction.load,)
     if isinstance(reduction, TwoLevels):
-        if run.direct:
+        if stages.run.direct:
             return {}  # by a route that suits what the stage has
         loads, part = (reduction.there, reduction.back), part * reduction.share
     for load in loads:

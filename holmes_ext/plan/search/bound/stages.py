@@ -7,14 +7,13 @@ same kinds of nodes; the slowest one's messages are taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import ceil, floor, inf
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from holmes_ext.cluster.site import ETHERNET
-from holmes_ext.plan.cost.network import FREE, Load, Price
+from holmes_ext.plan.cost.network import FREE, Price
 from holmes_ext.plan.cost.pipeline import both_ways
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions.reduction import PricedReduction
@@ -24,8 +23,6 @@ from holmes_ext.plan.engine import POSTED
 from holmes_ext.plan.placement.families import GroupFamily
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.simulate.execution import Execution
-
-T = TypeVar("T")
 
 
 class Message(NamedTuple):
@@ -77,11 +74,10 @@ class Stages:
         run, count = self.run, self.count
         #: Whether as many micro-batches are in flight as hide the edges.
         self.async_edges = self.costs.hidden is not None
-        columns = _columns(self.placement)
+        columns = self.placement.borders[:-1]
         by_column = [[self._message(stage, low) for stage in range(count)] for low in columns]
-        column, messages = max(zip(columns, by_column),
-                               key=lambda item: sum(message.all_s for message in item[1]))
-        self.column = column
+        self.column, messages = max(zip(columns, by_column),
+                                    key=lambda item: sum(message.all_s for message in item[1]))
         self.edges = [message.all_s for message in messages[:-1]]
         blocks = not self.async_edges and run.engine.sends != POSTED
         self.gone = [message.held_s if blocks else 0.0 for message in messages[:-1]]
@@ -91,11 +87,12 @@ class Stages:
         #: From the last stage to the first.
         self.around = messages[-1]
         self.sent = self._sent_both_ways(messages)
-        homes = [self.prices.network.fabric([self._kind(stage, column)]).name for stage in range(count)]
         #: The same where that NIC is the one that After.shared speaks of.
-        self.sent_there = [sent * (message.fabric == home)
-                           for sent, message, home in zip(self.sent, messages, homes)]
-        self.after = [self._remember("after", stage, column, self._after) for stage in range(count)]
+        self.sent_there = [sent * (message.fabric == self._home(stage))
+                           for stage, (sent, message) in enumerate(zip(self.sent, messages))]
+        #: What a sum of gradients carries of an all-reduce once a step.
+        self.part = (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
+        self.after = [self._after(stage) for stage in range(count)]
         per_node = max(1, self.prices.network.processes // self.placement.stride)
         firsts = range(0, count, per_node) if per_node > 1 else ()
         #: Stages of one node, where nodes have several.
@@ -106,7 +103,7 @@ class Stages:
         self.barrier = run.engine.norm and count > 1
         self.tied = [0.0] * count
         if self.barrier and self.prices.job.tied_bytes:
-            self.tied[0] = self.tied[-1] = self._tied_s(column)
+            self.tied[0] = self.tied[-1] = self._tied_s()
 
     def _most_ahead(self) -> list[int]:
         """1F1B's, and as many more as hide the edges below at the least pace (plan/cost/pipeline.py,
@@ -133,13 +130,6 @@ class Stages:
             if not remaining:
                 break
         return total
-
-    def _remember(self, what: str, stage: int, low: int, make: Callable[[int, int], T]) -> T:
-        tied = self.placement.tied
-        content = self.placement.parts[stage // tied], stage % tied
-        ends = stage == 0, stage == self.count - 1
-        key = content, low, ends, self.run.two_level, self.run.reductions[stage : stage + 1]
-        return self.prices.remember(what, key, lambda: make(stage, low))
 
     # ------------------------------------------------------------------- messages
 
@@ -181,10 +171,17 @@ class Stages:
 
     # ------------------------------------------------------------------- reductions
 
-    def _after(self, stage: int, low: int) -> After:
+    def _after(self, stage: int) -> After:
+        tied, run = self.placement.tied, self.run
+        content = self.placement.parts[stage // tied], stage % tied
+        ends = stage == 0, stage == self.count - 1
+        key = content, self.column, ends, run.two_level, run.reductions[stage : stage + 1]
+        return self.prices.remember("after", key, lambda: self._after_of(stage))
+
+    def _after_of(self, stage: int) -> After:
         prices, run = self.prices, self.run
-        job, reduction, family = prices.job, *self.reduction(stage, low)
-        ring = PricedReduction(prices.network.ring(family, 0, prices.link_bps(family.kinds))).load.price
+        job, reduction, family = prices.job, *self.reduction(stage)
+        ring = prices.network.ring(family, 0, prices.link_bps(family.kinds)).price
         half = ring.scaled(0.5)
         gather = Price(job.weights * half.byte_s, half.latency_s) if run.zero in (1, 2) else FREE
         if run.zero == 1 and run.gather_overlap:
@@ -207,64 +204,50 @@ class Stages:
         def split(by_kind: Sequence[float], fixed_s: float) -> tuple[float, float]:
             return by_kind[1], ends[0] * by_kind[0] + ends[1] * by_kind[2] + fixed_s
 
-        shared = self._shared(reduction, fold_kind=self._kind(stage, low)) * job.reduced_bytes[1]
-        shared *= (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
+        shared = self._shared(reduction, self._home(stage)) * job.reduced_bytes[1] * self.part
         once, rest = split(bytes_s, reduce.latency_s), split(seconds, gather.latency_s)
         return After(once, rest, run.buckets_on(stage), shared)
 
-    def reduction(self, stage: int, low: int) -> tuple[PricedReduction, GroupFamily]:
-        """Of the family that a column is in, as it is simulated."""
+    def reduction(self, stage: int) -> tuple[PricedReduction, GroupFamily]:
+        """Of the family that the column is in, as it is simulated."""
         prices, run = self.prices, self.run
         fold, (place,) = prices.fold(self.placement, stage)
-        kind = fold.kind_at(low)
+        kind = fold.kind_at(self.column)
         family = next(candidate for candidate in fold.families(place) if kind in candidate.pipelines)
         if family.ranks == 1:
             return PricedReduction(), family
+        link = prices.link_bps(family.kinds)
         if run.in_two_levels(stage):
             size = prices.job.total_bytes / self.count
-            link = prices.link_bps(family.kinds)
             levels = two_levels(prices.network, family, size, run.direct, 0, run.compress, link)
             if levels is not None:
                 return levels, family
-        return PricedReduction(prices.network.ring(family, 0, prices.link_bps(family.kinds))), family
+        return PricedReduction(prices.network.ring(family, 0, link)), family
 
-    def _kind(self, stage: int, low: int) -> int:
-        """Of the node."""
+    def _home(self, stage: int) -> str:
+        """The fabric that carries activations inside the cluster of a stage."""
         fold, (place,) = self.prices.fold(self.placement, stage)
-        return fold.kind_on(fold.kind_at(low), place)
+        return self.prices.network.fabric([fold.kind_on(fold.kind_at(self.column), place)]).name
 
-    def _shared(self, reduction: PricedReduction, fold_kind: int) -> float:
-        """Seconds a byte of the reduction on the NIC that carries activations inside a kind's cluster."""
-        home = self.prices.network.fabric([fold_kind]).name
-        loads = reduction.insides if isinstance(reduction, TwoLevels) else (reduction.load,)
-        byte_s = [_nic_s(load) for load in loads if load.fabric is not None and load.fabric.name == home]
-        twice = 2 if isinstance(reduction, TwoLevels) else 1
+    @staticmethod
+    def _shared(reduction: PricedReduction, home: str) -> float:
+        """Seconds a byte of the reduction on a NIC of this fabric."""
+        twice, loads = (2, reduction.insides) if isinstance(reduction, TwoLevels) else (1, (reduction.load,))
+        byte_s = [8 * load.volume * max(flows for _, flows in load.nics) / load.fabric.rate_bps
+                  for load in loads if load.fabric is not None and load.fabric.name == home]
         return twice * min(byte_s, default=0.0)
 
-    def _tied_s(self, low: int) -> float:
+    def _tied_s(self) -> float:
         """All-reduce of the tied gradient at least; 0 where first and last stage may share a node."""
         prices, size, last = self.prices, self.prices.job.tied_bytes, self.count - 1
         if last * self.placement.stride < prices.network.processes:
             return 0.0
         fold, _ = prices.fold(self.placement, 0, last)
-        pairs, two_level = prices.tied_of(fold, fold.kind_at(low), alone=True)
+        pairs, two_level = prices.tied_of(fold, fold.kind_at(self.column), alone=True)
         seconds = [pairs.seconds(size)]
         if two_level is not None:
             seconds.append(two_level.seconds(size) * (WORTH if prices.network.wan else 1.0))
         return min(seconds)
-
-
-def _nic_s(load: Load) -> float:
-    """Seconds a byte through a NIC."""
-    assert load.fabric is not None
-    return 8 * load.volume * max(flows for _, flows in load.nics) / load.fabric.rate_bps
-
-
-def _columns(placement: Placement) -> list[int]:
-    """The first positions of pipelines that lie on the same kinds of nodes on every stage."""
-    contents = dict.fromkeys(placement.stages)
-    ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
-    return [0, *sorted(ends)[:-1]]
 
 
 def _of(rows: Rows) -> tuple[list[float], list[float]]:
