@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "megatron_core" / "on_cpu"))
@@ -24,6 +25,15 @@ from holmes_ext.runtime import session  # noqa: E402
 
 dist.init_process_group("gloo")
 before = dist.get_rank()
+if before == 0:  # it hosts the store, and leaves it long after the others, none of whom may meet it again
+    leave = dist.destroy_process_group
+
+    def leave_late():
+        dist.destroy_process_group = leave
+        time.sleep(4)
+        leave()
+
+    dist.destroy_process_group = leave_late
 holmes_ext.initialize_model_parallel(1, pipeline_model_parallel_size=2)
 rank, data = dist.get_rank(), parallel_state.get_data_parallel_group()
 value = torch.ones(1) * rank

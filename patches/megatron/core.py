@@ -9,6 +9,7 @@ Where groups land is settled before: RANK is renumbered, patches/torch/groups.py
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +24,9 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backends, timeout_of
 from holmes_ext.runtime.groups.grid import check_grid, say, tell
+from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.refusal import told_once
+from holmes_ext.runtime.start.store import until_gone
 
 
 class _Job:
@@ -128,7 +131,8 @@ def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
     sizes = sizes_of(asked, dist.get_world_size())
     # no name for the old group: what holds it keeps its listeners, which ranks of the new one would meet
     arguments = _init_arguments(dist.group.WORLD)
-    dist.destroy_process_group()
+    with until_gone(launcher.detect(os.environ), distributed_c10d._get_default_store()):
+        dist.destroy_process_group()
     several = asked["num_distributed_optimizer_instances"] > 1  # see sizes_from_arguments
     enable(**({} if several else {"sizes": say(sizes).replace(" ", "")}))
     dist.init_process_group(**arguments)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +54,25 @@ def connect(process: Process, timeout_s: float, hosts: bool = False) -> Any:
     limit = timedelta(seconds=timeout_s)
     where = process.master_addr, process.master_port, process.world_size
     return dist.TCPStore(*where, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True)
+
+
+@contextmanager
+def until_gone(process: Process, store: Any) -> Iterator[None]:
+    """Inside, the store that torch opened is dropped; behind, no rank can meet its server any more: its host
+    drops it when all others have a connection to it, whose end tells them. An agent's server stays."""
+    watch = None
+    if process.rank > 0 and not process.agent_store:
+        with suppress(OSError):  # the program has its store elsewhere
+            watch = socket.create_connection((process.master_addr, process.master_port), timeout=STORE_S)
+        if store.add("holmes/leave", 1) == process.world_size - 1:
+            store.set("holmes/leave/all", b"1")
+    elif process.world_size > 1 and not process.agent_store:
+        store.get("holmes/leave/all")
+    del store
+    yield
+    if watch is not None:
+        with watch, suppress(OSError):
+            watch.recv(1)
 
 
 def awaited(store: Any, key: str, seconds: float) -> bytes:
