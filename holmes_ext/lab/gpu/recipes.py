@@ -145,7 +145,7 @@ def _write_headers(source: NcclSource, folder: Path) -> None:
 
 
 def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
-    flags, src = (*_nccl_flags(source, cuda), "-O1"), source.folder / "src"
+    flags, src = (*_nccl_flags(source, cuda), "-O0"), source.folder / "src"
     others = {"device", "windows"}  # the device side is ours
     programs = {"ras/client.cc", "param/ncclparam.cc", "enhcompat.cc"}
     names = [path.relative_to(src) for path in src.rglob("*.cc")]
@@ -207,7 +207,7 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Build
                 _link(compiler, "libnccl-net-holmes.so", [f"{HERE}/{_object(file)}" for file in plugin]),
                 BuildStep("nccl_check", (*compiler.command, *checked))]
 
-    digest = _digest(compiler, flags, _STANDALONE, _WRAPPED, source.digest,
+    digest = _digest(compiler, flags, nccl_host(compiler, source, cuda).digest, _STANDALONE, _WRAPPED,
                      digest_of_tree(CSRC, "nccl/*", "net/*", "check/*", "runtime/*", "include/**/*"),
                      outside=source.folder)
     return BuildUnit("nccl", digest, ("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"), compiles, links,
