@@ -125,7 +125,7 @@ def targets(table: Table, scenes: list[str]) -> list[Row]:
                 (ours if name == OURS else others).append(abs(steps[name] / measured.value - 1))
         if (value := table.value(scene, OURS, REGRET)) is not None:
             regret.append(value)
-        seconds = {name: max(TICK_S, table.value(scene, name, SEARCH)) for name in field if steps.get(name)}
+        seconds = {name: _searched_s(table, scene, name) for name in field if steps.get(name)}
         if seconds:
             spent, best = table.value(scene, OURS, SEARCH), min(filter(None, steps.values()))
             ratios.append(spent / min((steps[name], seconds[name]) for name in seconds)[1])
@@ -152,6 +152,11 @@ def targets(table: Table, scenes: list[str]) -> list[Row]:
     return rows
 
 
+def _searched_s(table: Table, scene: str, planner: str) -> float:
+    """CPU seconds, as far as the clock can tell."""
+    return max(TICK_S, table.value(scene, planner, SEARCH))
+
+
 def _beside_the_next(table: Table, scenes: list[str], field: set[str]) -> Row:
     """Seconds of search beside those of one planner: of those with a plan in most scenes the one with the
     least median regret."""
@@ -160,7 +165,7 @@ def _beside_the_next(table: Table, scenes: list[str], field: set[str]) -> Row:
     regret = {name: statistics.median(table.value(scene, name, REGRET) for scene in found)
               for name, found in planned.items() if 2 * len(found) > len(scenes)}
     following = min(regret, key=regret.__getitem__)
-    ratios = [table.value(scene, OURS, SEARCH) / max(TICK_S, table.value(scene, following, SEARCH))
+    ratios = [table.value(scene, OURS, SEARCH) / _searched_s(table, scene, following)
               for scene in planned[following]]
     what = f"{OURS}: seconds of search, times those of {following}, next by its median regret"
     return Row.median("all", what, ratios, "x", False, "<= 0.2")

@@ -68,8 +68,9 @@ def libraries(command: Sequence[str], environ: Mapping[str, str], nccl_source: s
     does not fit."""
     torch, compiler, cache = find_torch(python_of(command, environ), environ), find_compiler(), cache_folder()
     source = find_nccl(nccl_source, cache, _advised(torch))
-    parts = (recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch),
-             recipes.nccl_host(compiler, source, torch.cuda), recipes.nccl(compiler, source, torch.cuda))
+    host = recipes.nccl_host(compiler, source, torch.cuda)
+    parts = (recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch), host,
+             recipes.nccl(compiler, source, torch.cuda, host))
     mark = f"checked-{hashlib.sha256(torch.digest.encode()).hexdigest()[:16]}"
     checked = cache / parts[3].folder / mark
     if not checked.exists():

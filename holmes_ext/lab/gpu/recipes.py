@@ -172,7 +172,8 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
                      _precompile(compiler, flags))
 
 
-def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
+def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int], host: BuildUnit) -> BuildUnit:
+    """host: nccl_host's, which is linked into it."""
     src, cudart = source.folder / "src", f"libcudart.so.{cuda[0]}"
     flags = (*_nccl_flags(source, cuda), "-O2", "-march=native", f"-I{CSRC}/nccl", f"-I{CSRC}/runtime",
              f"-I{src}/device", f"-I{HERE}/generated")
@@ -197,7 +198,7 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Build
     def links(built: dict[str, Path]) -> list[BuildStep]:
         objects = [f"{HERE}/{_object(file)}" for file in library]
         objects += [f"{HERE}/{_object(file, built['nccl'])}" for file in generated(built["nccl"])]
-        whole = ["-Wl,--whole-archive", str(built["nccl-host"] / "libnccl_host.a"), "-Wl,--no-whole-archive"]
+        whole = ["-Wl,--whole-archive", str(built[host.name] / "libnccl_host.a"), "-Wl,--no-whole-archive"]
         wraps = [f"-Wl,--wrap={name}" for name in _WRAPPED]
         exports = [f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")]
         system = [str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
@@ -207,7 +208,7 @@ def nccl(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> Build
                 _link(compiler, "libnccl-net-holmes.so", [f"{HERE}/{_object(file)}" for file in plugin]),
                 BuildStep("nccl_check", (*compiler.command, *checked))]
 
-    digest = _digest(compiler, flags, nccl_host(compiler, source, cuda).digest, _STANDALONE, _WRAPPED,
+    digest = _digest(compiler, flags, host.digest, _STANDALONE, _WRAPPED,
                      digest_of_tree(CSRC, "nccl/*", "net/*", "check/*", "runtime/*", "include/**/*"),
                      outside=source.folder)
     return BuildUnit("nccl", digest, ("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"), compiles, links,
