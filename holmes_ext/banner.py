@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-
 from holmes_ext.patches import registry
 from holmes_ext.plan.decisions import more_bytes
 from holmes_ext.plan.plan import NOMINAL
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 from holmes_ext.runtime.session import Session
 from holmes_ext.units import format_bytes
-from holmes_ext.words import grouped
+from holmes_ext.words import grouped, tell_user
 
 
 def show(current: Session, lines: list[str]) -> None:
     """On rank 0."""
     if current.rank == 0:
         for line in (describe(current), *lines):
-            print(f"holmes: {line}", file=sys.stderr, flush=True)
+            tell_user(line)
 
 
 def describe(current: Session) -> str:

@@ -13,7 +13,6 @@ overflow skips leaves engine._step_applied false. What is not tried is refused: 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.outer.settings import OuterSettings
+from holmes_ext.words import tell_user
 
 
 def _reserve(wrapped, instance, args, kwargs):
@@ -181,7 +181,7 @@ def _load(wrapped, instance, load_dir, tag=None, *rest, **more):
         training.load_joined_state_dict(torch.load(file, map_location="cpu", weights_only=True), str(file))
     elif instance.global_rank == 0:
         text = "holds no outer state: the job joins like a new one"
-        print(f"holmes: {file.parent} {text}", file=sys.stderr, flush=True)
+        tell_user(f"{file.parent} {text}")
     return path, client_state
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from holmes_ext.patches.deepspeed.features import PARTITION
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
+from holmes_ext.words import tell_user
 
 _LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")
 #: PipelineModule -> DeepSpeed's own borders, where the plan's have taken their place.
@@ -101,7 +101,7 @@ def _partition_layers(wrapped, instance, method="uniform"):
     instance._set_bounds(start=borders[stage], stop=borders[stage + 1])
     if instance.global_rank == 0:
         begins = ", ".join(map(str, borders[:-1]))
-        print(f"holmes: stages begin at layers {begins} of {len(specs)} ({what})", file=sys.stderr)
+        tell_user(f"stages begin at layers {begins} of {len(specs)} ({what})")
     return result
 
 

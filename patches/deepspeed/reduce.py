@@ -17,7 +17,6 @@ differs. What is reduced is the gradient where the optimizer reads it: gradients
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
@@ -31,6 +30,7 @@ from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, one_hardware_queue
 from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.words import tell_user
 
 _ONE_QUEUE = (
     "CUDA_DEVICE_MAX_CONNECTIONS=1: the gradients of all stages but the first are sent after their last "
@@ -120,8 +120,7 @@ def overlap_of(engine: Any) -> _Overlap | None:
             what = "DeepSpeed's gradient reduction cannot be overlapped"
             raise HolmesError(f"--holmes-require overlap: {what}: {reason}")
         if reason and engine.global_rank == 0:  # also where the patches are on without a session
-            text = f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}"
-            print(f"holmes: {text}", file=sys.stderr)
+            tell_user(f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}")
         ours = wanted[engine.stage_id] and not reason
         _overlaps[engine] = _Overlap(weakref.proxy(engine)) if ours else None
     return _overlaps[engine]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +20,7 @@ from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_
 from holmes_ext.runtime.groups.transport import as_made, gloo_interface, nccl_options, refuse_forced
 from holmes_ext.runtime.session import GroupRecord, Session
 from holmes_ext.runtime.start.refusal import told_once
-from holmes_ext.words import some_of
+from holmes_ext.words import some_of, tell_user
 
 _C10D = "torch.distributed.distributed_c10d"
 
@@ -151,7 +150,7 @@ def _record(current: Session, name: str, ranks: tuple[int, ...], backend: str, o
     if current.options.verbose == "on" and current.rank == ranks[0]:
         members = some_of(ranks, separator=",")
         where = f"{transport.fabric} via {transport.interface or transport.net_name or 'NVLink/memory'}"
-        print(f"holmes: group {name or 'world'} [{members}] {backend}: {where}", file=sys.stderr)
+        tell_user(f"group {name or 'world'} [{members}] {backend}: {where}")
 
 
 PATCHES = (
