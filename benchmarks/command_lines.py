@@ -4,20 +4,19 @@ priced.
 
     python benchmarks/command_lines.py --json benchmarks/results/command_lines.json
 
-wants checkouts of both in $MEGATRON_LM_DIR and $MEGATRON_DEEPSPEED_DIR (or in checkouts/);
+needs checkouts of both (tests/checkouts.py says where);
 nothing of them is run but the shell scripts that put a command line together (example_scripts.py), nothing is
 trained.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections import Counter
 from pathlib import Path
 
 from example_scripts import command_lines
-from harness import Row, chosen, finish, parser, tell
+from harness import Row, chosen, find_checkout, finish, parser, tell, why_missing
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
@@ -39,12 +38,11 @@ FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
 
 def checkout(scene: str) -> Path:
     """Status 2 after one line where there is none."""
-    variable = f"{scene.upper().replace('-', '_')}_DIR"
-    place = Path(os.environ.get(variable) or ROOT / "checkouts" / SCENES[scene])
-    if not place.is_dir():
-        tell(f"command_lines.py: {place} is no checkout of {SCENES[scene]}; name one in {variable}")
+    folder = find_checkout(SCENES[scene])
+    if folder is None:
+        tell(f"command_lines.py: {why_missing(SCENES[scene])}")
         raise SystemExit(2)
-    return place
+    return folder
 
 
 def site(world: int) -> Site:

@@ -4,7 +4,7 @@
 
 4 + 4 nodes of one emulated GPU each, pipeline 2, data 4: examples/deepspeed_pipeline, examples/megatron_core,
 and the pretrain_gpt.py of Megatron-DeepSpeed and of Megatron-LM (with its distributed optimizer; not
-predicted) where MEGATRON_DEEPSPEED_DIR and MEGATRON_LM_DIR are checkouts. Real are the CUDA build of torch,
+predicted) where their checkouts are found (tests/checkouts.py). Real are the CUDA build of torch,
 the engines, NCCL's host code, sockets and limited rates; a matrix product keeps its stream busy for FLOPs /
 SLOWER of 2.3 GFLOP/s. Networks are SLOWER times slower than examples/clusters' two_clusters_8.toml, too: a
 step lasts as many times longer, and what this machine's two cores need for eight ranks is a smaller part of
@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from emulated import emulated_gpus, even_costs, forward_s
-from harness import Row, chosen, finish, kept, parser, tell, write
+from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_missing, write
 from prediction import CORES, TRAITS
 from two_clusters import ratio_row, step_rows
 
@@ -58,14 +58,14 @@ SKIP = 3
 MODEL = (f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1 "
          f"--micro-batches {MICRO_BATCHES}").split()
 #: Scene -> engine of TRAITS; the first two with their example, its flag of stages, what is imported once; the
-#: others with the variable that names their checkout.
+#: others are scripts of a checkout.
 ENGINES = {"DeepSpeed": "deepspeed", "megatron-core": "megatron", "Megatron-DeepSpeed": "deepspeed",
            "Megatron-LM": "megatron"}
 SCRIPTS = {
     "DeepSpeed": ("deepspeed_pipeline", "--stages", ("torch", "deepspeed")),
     "megatron-core": ("megatron_core", "--pipeline", ("torch",)),
 }
-CHECKOUTS = {"Megatron-DeepSpeed": "MEGATRON_DEEPSPEED_DIR", "Megatron-LM": "MEGATRON_LM_DIR"}
+CHECKOUTS = ("Megatron-DeepSpeed", "Megatron-LM")
 
 
 def flops_of(name: str) -> float:
@@ -190,10 +190,10 @@ def scene(name: str, repetitions: int, steps: int) -> list[Row]:
         file.write_text(toml(f"a ib {ib} a[0-3]", f"b roce {roce} b[0-3]", ethernet=ethernet))
         spec = load_spec(file)
         run = partial(example, name)
-        if variable := CHECKOUTS.get(name):
-            source = commands.checkout_of(variable, name)
+        if name in CHECKOUTS:
+            source = find_checkout(name)
             if source is None:
-                tell(f"{name}: skipped; set {variable} to a checkout")
+                tell(f"{name}: skipped; {why_missing(name)}")
                 return []
             run = partial(pretrain_gpt, name, folder=Path(directory), source=source)
         series = run(variants_of(spec, file), repetitions=repetitions, steps=steps)

@@ -26,7 +26,11 @@ from rich.table import Table
 from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from clusters import toml as toml  # noqa: E402  for those who import it from here
+# for those who import them from here
+from checkouts import checkouts_folder as checkouts_folder  # noqa: E402
+from checkouts import find_checkout as find_checkout  # noqa: E402
+from checkouts import why_missing as why_missing  # noqa: E402
+from clusters import toml as toml  # noqa: E402
 
 PACKAGES = ("holmes_ext", "torch", "deepspeed", "megatron-core")
 

@@ -21,8 +21,8 @@ the row is made, unless --keep is given or it was there. What stock's old torche
 integration_tests/torch_on_cpu.py.
 
 The tables in README.md and docs/versions.md are written from FILE, where that is
-benchmarks/results/matrix.json. Rows from Megatron-LM's source need MEGATRON_LM_DIR, a clone;
-Megatron-DeepSpeed needs MEGATRON_DEEPSPEED_DIR; a row of another Python needs pythonX.Y on PATH.
+benchmarks/results/matrix.json. Rows from the source of Megatron-LM or Megatron-DeepSpeed
+need a clone of it (tests/checkouts.py says where); a row of another Python needs pythonX.Y on PATH.
 """
 
 from __future__ import annotations
@@ -43,7 +43,18 @@ from typing import Any
 import matrix_table
 import matrix_torch
 from harness import Row as Figure
-from harness import chosen, finish, kept, machine, parser, tell, versions
+from harness import (
+    checkouts_folder,
+    chosen,
+    find_checkout,
+    finish,
+    kept,
+    machine,
+    parser,
+    tell,
+    versions,
+    why_missing,
+)
 from matrix_rows import NEXT, ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +63,7 @@ PARTS = ("check", "tests", "lab", "nccl")
 #: What the tests need beside a row's packages.
 TOOLS = ("wrapt", "packaging", "rich", "psutil", "scipy", "matplotlib", "prometheus_client", "numpy",
          "setuptools", "wheel", "pybind11", "pytest", "pytest-timeout", "pytest-rerunfailures")
-CHECKOUTS = {"Megatron-DeepSpeed": "MEGATRON_DEEPSPEED_DIR", "source": "MEGATRON_LM_DIR"}
+CHECKOUTS = {"Megatron-DeepSpeed": "Megatron-DeepSpeed", "source": "Megatron-LM"}
 
 
 def missing(row: Row) -> str:
@@ -60,8 +71,8 @@ def missing(row: Row) -> str:
     if row.python and not shutil.which(f"python{row.python}"):
         return f"there is no python{row.python} on PATH"
     need = "source" if row.source else row.name.partition(" ")[0]
-    variable = CHECKOUTS.get(need)
-    return f"set {variable} to a checkout" if variable and not os.environ.get(variable) else ""
+    name = CHECKOUTS.get(need)
+    return why_missing(name) if name and find_checkout(name) is None else ""
 
 
 def folder_of(row: Row) -> Path:
@@ -103,8 +114,8 @@ def lay_out(row: Row, folder: Path) -> None:
     (site,) = folder.glob("lib/python*/site-packages")
     lines = [str(ROOT)]
     if row.source:
-        clone, source = os.environ["MEGATRON_LM_DIR"], folder / "megatron-lm"
-        source.mkdir(exist_ok=True)
+        clone, source = checkouts_folder() / "Megatron-LM", folder / "checkouts" / "Megatron-LM"
+        source.mkdir(parents=True, exist_ok=True)
         branch = row.source if row.source != "main" else "HEAD"
         archive = subprocess.run(["git", "-C", clone, "archive", branch], check=True, capture_output=True)
         subprocess.run(["tar", "-x", "-C", source], input=archive.stdout, check=True)
@@ -121,7 +132,7 @@ def lay_out(row: Row, folder: Path) -> None:
 
 
 def run(row: Row, python: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    source_env = {"MEGATRON_LM_DIR": str(python.parents[1] / "megatron-lm")} if row.source else {}
+    source_env = {"HOLMES_CHECKOUTS": str(python.parents[1] / "checkouts")} if row.source else {}
     environ = {**os.environ, **source_env, "PATH": f"{python.parent}:{os.environ['PATH']}",
                "DS_ACCELERATOR": "cpu", **more}
     return subprocess.run([str(python), *arguments], cwd=ROOT, capture_output=True, text=True, env=environ)

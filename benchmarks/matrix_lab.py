@@ -18,6 +18,7 @@ from pathlib import Path
 
 import stacks
 import two_clusters
+from harness import checkouts_folder
 from matrix_rows import SCENES
 
 from holmes_ext.cluster.spec import load_spec
@@ -80,7 +81,7 @@ def pretrain(repetitions: int) -> dict[str, Series]:
     pair = variants("two_clusters_8.toml")
     with tempfile.TemporaryDirectory() as folder, Lab(pair[0].spec, realtime=True) as emulated:
         series = {variant.name: Series(variant.name) for variant in pair}
-        checkout = megatron_deepspeed.prepared(Path(os.environ["MEGATRON_DEEPSPEED_DIR"]), Path(folder))
+        checkout = megatron_deepspeed.prepared(checkouts_folder() / "Megatron-DeepSpeed", Path(folder))
         command = megatron_deepspeed.command_of(checkout, 4, len(pair[0].order), STEPS)
         for _ in range(repetitions):
             for variant in pair:

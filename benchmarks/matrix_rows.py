@@ -13,7 +13,7 @@ class Row:
     """An environment that somebody has.
 
     torch: what pip takes for it; "": that of this environment, whose packages are there too, below
-    `packages`. source: a tag or branch of Megatron-LM's, from the clone in MEGATRON_LM_DIR. features: the
+    `packages`. source: a tag or branch of Megatron-LM's, from the clone of tests/checkouts.py. features: the
     distributions whose features are counted. tests: files and options of pytest. lab: of SCENES. nccl: tests
     over NCCL on emulated GPUs, whose runtime is CUDA 13's. kind: the table that the row stands in.
     """

@@ -1,14 +1,14 @@
 """Megatron-DeepSpeed's own pretrain_gpt.py, unmodified, on emulated clusters: stock, with --holmes, and the
 all-RDMA bound.
 
-    MEGATRON_DEEPSPEED_DIR=CHECKOUT python benchmarks/megatron_deepspeed.py --json FILE
+    python benchmarks/megatron_deepspeed.py --json FILE
         [--scenes 4+4,2+2,"tied 4+4"]
 
-The checkout is copied and started as integration_tests/megatron_deepspeed does it. On the emulated
-accelerator: layers sleep as long as a GPU of the scene's FLOP/s would compute; pretrain_gpt.py, its data,
-DeepSpeed's engine and optimizer, gloo, the sockets and their limited rates are real. Bytes are its
-vocabulary, so that embeddings are as small a part of this small model as they are of a large one. Step times
-and losses are those of the script's own log.
+The checkout (tests/checkouts.py) is copied and started as integration_tests/megatron_deepspeed does
+it. On the emulated accelerator, layers sleep as long as a GPU of the scene's FLOP/s would compute.
+pretrain_gpt.py, its data, DeepSpeed's engine and optimizer, gloo, the sockets and their limited rates are
+real. Bytes are the vocabulary, so that embeddings are as small a part of this small model as they are of a
+large one. Step times and losses are those of the script's own log.
 
 "tied 4+4": with GPT-2's vocabulary, whose embedding the first and the last stage share: its gradient crosses
 in two levels, or by pairs of ranks as the engine does it (HOLMES_DISABLE=deepspeed-tied); predicted as in
@@ -17,7 +17,6 @@ benchmarks/edges.py.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from edges import predicted_step
 from emulated import forward_s
-from harness import Row, chosen, finish, kept, parser, tell
+from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_missing
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
@@ -39,7 +38,6 @@ from holmes_ext.plan.sizes import Sizes
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests" / "megatron_deepspeed"))
 from job import Checkout, byte_vocabulary, read_log  # noqa: E402
 
-VARIABLE = "MEGATRON_DEEPSPEED_DIR"
 MODEL = ("--num-layers 6 --hidden-size 288 --num-attention-heads 4 --seq-length 16 --max-position-embeddings "
          "16".split())
 SKIP = 3  # warm-up steps of every run
@@ -171,11 +169,9 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
     wanted = chosen(args.scenes, [*SCENES, TIED_SCENE])
-    source = Path(os.environ.get(VARIABLE) or "no checkout")
-    if not (source / "pretrain_gpt.py").is_file():
-        tell(
-            f"megatron_deepspeed.py: skipped; set {VARIABLE} to a checkout of "
-            f"https://github.com/deepspeedai/Megatron-DeepSpeed (and pip install regex pybind11)")
+    source = find_checkout("Megatron-DeepSpeed")
+    if source is None:
+        tell(f"megatron_deepspeed.py: skipped; {why_missing('Megatron-DeepSpeed')}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         rows = kept(args.json, wanted)

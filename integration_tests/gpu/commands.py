@@ -1,9 +1,8 @@
 """Training commands of users, not changed by a character, that run on emulated GPUs and NCCL and on CPUs and
 gloo.
 
-    checkouts/Megatron-LM           MEGATRON_LM_DIR           github.com/NVIDIA/Megatron-LM
-    checkouts/Megatron-DeepSpeed    MEGATRON_DEEPSPEED_DIR    github.com/deepspeedai/Megatron-DeepSpeed
-    build/torchtitan                                          make stacks
+    Megatron-LM, Megatron-DeepSpeed    tests/checkouts.py says where they are
+    build/torchtitan                   make stacks
 
 What lets Megatron-LM and torchtitan train on CPUs (examples/megatron_core/on_cpu,
 integration_tests/torchtitan_cpu) is in the CPU's runs only.
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from carriers import LESS_MEMORY, PHYSICAL
+from checkouts import find_checkout
 
 from holmes_ext.lab import Lab
 from holmes_ext.lab.gpu.job import Gpus
@@ -114,12 +114,6 @@ MEGATRON = """
 """.split()
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2")
-
-
-def checkout_of(variable: str, name: str) -> Path | None:
-    """A folder with pretrain_gpt.py, None where there is none."""
-    folder = Path(os.environ.get(variable) or ROOT / "checkouts" / name)
-    return folder if (folder / "pretrain_gpt.py").is_file() else None
 
 
 def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
@@ -218,10 +212,9 @@ def torchtitan(folder: Path, way: str, ranks: int) -> Command:
 def compared(folder: Path) -> Iterator[Command]:
     """Those whose losses are compared, for 8 ranks: of what is there."""
     yield from (*deepspeed(folder), trainer(folder))
-    for name, variable, make, more in (("Megatron-LM", "MEGATRON_LM_DIR", megatron_lm, ()),
-                                       ("Megatron-DeepSpeed", "MEGATRON_DEEPSPEED_DIR", megatron_deepspeed,
-                                        (1,))):
-        if checkout := checkout_of(variable, name):
+    scripts = (("Megatron-LM", megatron_lm, ()), ("Megatron-DeepSpeed", megatron_deepspeed, (1,)))
+    for name, make, more in scripts:
+        if checkout := find_checkout(name):
             (folder / name).mkdir()
             yield make(folder / name, checkout, *more, *TENSOR)
     for way in ("HSDP", "1F1B") if INSTALLED.is_dir() else ():

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from carriers import PHYSICAL
+from checkouts import checkout_or_skip
 
 from integration_tests.gpu import commands
 from integration_tests.jobs import FULL, full, same, some
@@ -17,20 +18,13 @@ NODES = "a0,b0,a1,b1" if FULL or PHYSICAL else "a0,b0"
 RANKS = commands.PROCESSES * len(NODES.split(","))
 
 
-def checkout(variable, address):
-    name = address.rpartition("/")[2]
-    if (folder := commands.checkout_of(variable, name)) is None:
-        pytest.skip(f"git clone https://github.com/{address} checkouts/{name}")
-    return folder
-
-
 def megatron_lm(folder):
-    return commands.megatron_lm(folder, checkout("MEGATRON_LM_DIR", "NVIDIA/Megatron-LM"), *TENSOR)
+    return commands.megatron_lm(folder, checkout_or_skip("Megatron-LM"), *TENSOR)
 
 
 def megatron_deepspeed(zero):
     return lambda folder: commands.megatron_deepspeed(
-        folder, checkout("MEGATRON_DEEPSPEED_DIR", "deepspeedai/Megatron-DeepSpeed"), zero,
+        folder, checkout_or_skip("Megatron-DeepSpeed"), zero,
         *(TENSOR if zero else ()))
 
 

@@ -2,7 +2,7 @@
 fit here.
 
 Each is started as one job and as a heterogeneous one, and has the losses of torchrun without holmes. Trainer
-trains where transformers is installed, Megatron-LM where MEGATRON_LM_DIR names a checkout of it; elsewhere
+trains where transformers is installed, Megatron-LM where tests/checkouts.py finds it; elsewhere
 the same scripts start a smaller training in their place. Their own sizes, 12 nodes of 8 processes, are asked
 for by programs that only tell where they ran and with what.
 """

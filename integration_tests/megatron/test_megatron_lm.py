@@ -1,8 +1,8 @@
 """The unmodified pretrain_gpt.py of a Megatron-LM checkout on two emulated clusters, stock and with --holmes.
 
-MEGATRON_LM_DIR names the checkout (git clone https://github.com/NVIDIA/Megatron-LM; its main branch of August
-2026 was tried). It runs on the CPU through examples/megatron_core/on_cpu/megatron_cpu_shim.py, loaded by
-sitecustomize, and compiles its data helpers with pybind11.
+tests/checkouts.py says where the checkout is. The script runs on the CPU through
+examples/megatron_core/on_cpu/megatron_cpu_shim.py, loaded by sitecustomize, and compiles its data helpers
+with pybind11.
 """
 
 import os
@@ -15,18 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from checkouts import find_checkout, why_missing
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 
-MEGATRON = os.environ.get("MEGATRON_LM_DIR", "")
+MEGATRON = find_checkout("Megatron-LM")
 pytestmark = [
-    pytest.mark.skipif(
-        not MEGATRON,
-        reason="MEGATRON_LM_DIR is not set: git clone https://github.com/NVIDIA/Megatron-LM, and name its "
-               "folder there"
-    ),
+    pytest.mark.skipif(MEGATRON is None, reason=why_missing("Megatron-LM")),
     pytest.mark.skipif(
         find_spec("pybind11") is None, reason="pretrain_gpt.py compiles its data helpers: pip install "
                                               "pybind11"),
@@ -63,7 +60,7 @@ def variables_in(folder):
     config = tools / "python3-config"
     config.write_text(f"#!/bin/sh\necho {sysconfig.get_config_var('EXT_SUFFIX')}\n")
     config.chmod(0o755)
-    paths = [write_sitecustomize(site), MEGATRON, os.environ.get("PYTHONPATH", "")]
+    paths = [write_sitecustomize(site), str(MEGATRON), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": path, "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -71,7 +68,7 @@ def variables_in(folder):
 
 def pretrain(two_clusters, environment, *flags):
     """{iteration: (loss, gradient norm)} and all ranks' output."""
-    script = str(Path(MEGATRON) / "pretrain_gpt.py")
+    script = str(MEGATRON / "pretrain_gpt.py")
     result = two_clusters.run(script, *FLAGS, *flags, env=environment,
                               preload=("megatron.training.training",),
                               timeout=400)
@@ -134,7 +131,7 @@ def test_a_checkpoint_of_another_model_is_one_line(two_clusters, environment, tm
     pretrain(two_clusters, environment, *holmes(two_clusters), *saved)
     flags = [*FLAGS, *holmes(two_clusters), "--load", saved[1], "--exit-on-missing-checkpoint",
              "--ffn-hidden-size", "96"]
-    script = str(Path(MEGATRON) / "pretrain_gpt.py")
+    script = str(MEGATRON / "pretrain_gpt.py")
     result = two_clusters.run(script, *flags, env=environment, preload=("megatron.training.training",),
                               timeout=400)
     text = "\n".join(result.outputs.values())

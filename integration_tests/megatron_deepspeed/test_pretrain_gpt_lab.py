@@ -1,30 +1,25 @@
 """Megatron-DeepSpeed's unmodified pretrain_gpt.py on two emulated clusters, stock and with --holmes.
 
-    MEGATRON_DEEPSPEED_DIR=<a checkout>    without it these tests are skipped
-    HOLMES_TEST_FULL=1                     the whole matrix; by default one
-                                           configuration, checkpoints and bad input
+tests/checkouts.py says where the checkout is. HOLMES_TEST_FULL=1 runs the whole matrix; by default one
+configuration, checkpoints and bad input.
 """
 
 import base64
 import json
-import os
 import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from checkouts import find_checkout, why_missing
 
 from integration_tests.jobs import CLUSTER, FULL, fast
 from integration_tests.megatron_deepspeed.job import Checkout, read_log
 
-SOURCE = os.environ.get("MEGATRON_DEEPSPEED_DIR", "")
+SOURCE = find_checkout("Megatron-DeepSpeed")
 STEPS = 20
-pytestmark = pytest.mark.skipif(
-    not (Path(SOURCE) / "pretrain_gpt.py").is_file() or not SOURCE,
-    reason="set MEGATRON_DEEPSPEED_DIR to a checkout of https://github.com/deepspeedai/Megatron-DeepSpeed"
-           " (and pip install regex pybind11)",
-)
+pytestmark = pytest.mark.skipif(SOURCE is None, reason=why_missing("Megatron-DeepSpeed"))
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 TENSOR = (*PIPELINE, "--tensor-model-parallel-size", "2")
 NO_PIPELINE = ("--no-pipeline-parallel",)

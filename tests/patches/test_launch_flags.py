@@ -6,9 +6,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import pytest
+from checkouts import checkout_or_skip
 from clusters import example
 
 from holmes_ext.patches.launch_flags import launches, limited
@@ -184,9 +184,7 @@ HOLMES = ["--holmes", "--holmes-cluster", "--holmes-overlap", "--holmes-plan", "
 
 
 def test_megatron_lms_own_parser():
-    folder = os.environ.get("MEGATRON_LM_DIR")
-    if not folder or not Path(folder).is_dir():
-        pytest.skip("MEGATRON_LM_DIR names no checkout of Megatron-LM")
+    folder = str(checkout_or_skip("Megatron-LM"))
     moe = replace(MODEL, experts=4, sequence_parallel=True)
     one = best("megatron-lm", moe, pipeline=(2,), tensor=(1,), virtual=(3,), recompute=("selective",),
                zero=(1,))
@@ -196,9 +194,7 @@ def test_megatron_lms_own_parser():
 
 
 def test_megatron_deepspeeds_own_parser():
-    folder = os.environ.get("MEGATRON_DEEPSPEED_DIR")
-    if not folder or not Path(folder).is_dir():
-        pytest.skip("MEGATRON_DEEPSPEED_DIR names no checkout of Megatron-DeepSpeed")
+    folder = str(checkout_or_skip("Megatron-DeepSpeed"))
     one = best("megatron-deepspeed", pipeline=(2,), recompute=("full",), zero=(1,))
     flags = launches(one, MODEL, 16, True, "c.toml", "plan.json")["megatron-deepspeed"].flags
     unknown, *sizes = parsed("ds", folder, flags).rsplit(" ", 4)

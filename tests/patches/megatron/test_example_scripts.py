@@ -1,11 +1,11 @@
 """The example scripts' command lines: how they are found, and that those of checkouts at hand are read
 whole."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
+from checkouts import checkout_or_skip
 
 from holmes_ext.patches.megatron.command_line.describe import describe
 
@@ -51,10 +51,7 @@ def test_scripts_give_their_launchers_command_lines(checkout, tmp_path, monkeypa
 
 @pytest.mark.parametrize("name, least", [("Megatron-LM", 15), ("Megatron-DeepSpeed", 60)])
 def test_every_example_script_is_read_whole(name, least, tmp_path):
-    folder = Path(os.environ.get(f"{name.upper().replace('-', '_')}_DIR", ROOT / "checkouts" / name))
-    if not folder.is_dir():
-        pytest.skip(f"no checkout of {name}")
-    lines = command_lines(folder, tmp_path)
+    lines = command_lines(checkout_or_skip(name), tmp_path)
     said = [describe(argv) for _, argv in lines]
     assert sum(one.model is not None for one in said) >= least
     assert not {flag for one in said for flag in one.unknown}
