@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -163,13 +163,15 @@ def main() -> None:
     optimizer = torch.optim.AdamW(parameters, lr=args.lr)
     # a checkpoint has the stages' weights under the stages' numbers
     numbered = nn.ModuleDict({f"stage{stage.stage_index}": stage.submod for stage in stages})
+    # and the optimizer's entries under their names: each rank has only some of the parameters
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
     first = 0
     if args.load:
-        weights, moments = get_state_dict(numbered, optimizer)
+        weights, moments = get_state_dict(numbered, optimizer, options=by_name)
         state = {"model": weights, "optimizer": moments, "step": 0}
         dcp.load(state, checkpoint_id=args.load)
         set_state_dict(numbered, optimizer, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"])
+                       optim_state_dict=state["optimizer"], options=by_name)
         first = state["step"]
 
     text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"),
@@ -194,7 +196,7 @@ def main() -> None:
             print(json.dumps({"step": step + 1, "loss": total.item(), "seconds": seconds}), file=log,
                   flush=True)
         if args.save and step + 1 == (args.save_after or args.steps):
-            weights, moments = get_state_dict(numbered, optimizer)
+            weights, moments = get_state_dict(numbered, optimizer, options=by_name)
             state = {"model": weights, "optimizer": moments, "step": step + 1}
             dcp.save(state, checkpoint_id=args.save)
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """A training loop on Hugging Face's Accelerate, in the model of examples/trainer; it knows nothing of holmes.
 
-    accelerate launch accelerate_loop.py --log FILE [--save DIR --save-after STEP] [--load DIR]
+    accelerate launch accelerate_loop.py --log-file FILE [--save DIR --save-after STEP] [--load DIR]
 """
 
 import argparse
@@ -17,7 +17,7 @@ WIDTH, ROWS, MICRO_BATCHES = 64, 4, 2
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--log", required=True)
+    parser.add_argument("--log-file", required=True)
     parser.add_argument("--save", help="folder of the checkpoint")
     parser.add_argument("--save-after", type=int, default=0, help="step after which it is saved")
     parser.add_argument("--load", help="folder of the checkpoint to go on from")
@@ -37,7 +37,7 @@ def main() -> None:
         accelerator.load_state(args.load)
         done = args.save_after
     batches = iter(accelerator.skip_first_batches(loader, done * MICRO_BATCHES))
-    log = open(args.log, "w") if accelerator.is_main_process else None
+    log = open(args.log_file, "w") if accelerator.is_main_process else None
     for step in range(done + 1, args.steps + 1):
         losses = []
         for _ in range(MICRO_BATCHES):

@@ -77,8 +77,8 @@ class Job:
     shell: str = ""
     launcher: str = ""  # the real one that starts all runs
     features: frozenset[str] = frozenset()  # besides those that every job needs
-    #: Stages whose reduction the report names: one without a pipeline, none if the framework
-    #: reduces by itself.
+    #: Stages whose reduction the report names. None if the framework reduces by itself, or if
+    #: its command line does not say how many stages there are.
     stages: int = 1
     tolerance: float = ROUNDING
     packages: tuple[str, ...] = ()
@@ -147,6 +147,7 @@ class Runs:
     start: Start
     folder: Path
     on_gpus: bool
+    stock_of: Runs | None = None  # another job's runs, if stock is the same
 
     @cached_property
     def command(self) -> Command:
@@ -157,6 +158,8 @@ class Runs:
     @cached_property
     def stock(self) -> Run:
         """Stock's STEPS steps, with a checkpoint after step SAVED."""
+        if self.stock_of is not None:
+            return self.stock_of.stock
         return self._run("stock", self._save("stock"))
 
     @cached_property
@@ -221,8 +224,9 @@ class Runs:
             env = {**command.env_on_cpu, **env}
         words = [str(log) if word == LOG else word for word in words]
         result = self.start(self.job, command, words, {"OMP_NUM_THREADS": "1", **command.env, **env}, shell)
-        text = "\n".join(f"--- rank {rank}\n{output}" for rank, output in result.outputs.items())
-        assert result.returncode == 0, f"{name}: status {result.returncode}\n{text[-8000:]}"
+        first = result.outputs[result.first_failed or 0]
+        assert result.returncode == 0, f"{name}: status {result.returncode}\n{first[-4000:]}"
+        text = "\n".join(result.outputs.values())
         losses = command.read(follows_plan(result), log)
         if "from" in name and isinstance(self.job.checkpoints, Checkpoints):
             losses = self.job.checkpoints.resumed_losses(losses)

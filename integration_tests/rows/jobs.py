@@ -62,13 +62,13 @@ def saved_in(*save: str, **more) -> Checkpoints:
 
 # Any script, and torch itself.
 
-TRAIN = (str(HERE / "train.py"), "--log", LOG, *COUNT)
+TRAIN = (str(HERE / "train.py"), "--log-file", LOG, *COUNT)
 LAUNCHED = "the launcher starts processes; checkpoints are tested with the frameworks"
 
 
 def launched(part: str, **more) -> Job:
     """Return the job of a launcher: a loop that sums its gradients by hand."""
-    return Job(part, script(*TRAIN), WORLD, LAUNCHED, **more)
+    return Job(part, script(*TRAIN), WORLD, LAUNCHED, stages=0, **more)
 
 
 def torch_job(part: str, groups: frozenset[Group], *words: str, **more) -> Job:
@@ -99,6 +99,7 @@ TORCH = (
         PIPELINE,
         saved_in(),
         features=frozenset({"pipelining", "ddp"}),
+        stages=0,
     ),
     Job(
         "FSDP2",
@@ -107,6 +108,7 @@ TORCH = (
         saved_in(),
         holmes=("--holmes", "--holmes-fsdp", "hybrid"),
         features=frozenset({"fsdp"}),
+        stages=0,
     ),
     Job(
         "HSDP",
@@ -116,6 +118,7 @@ TORCH = (
         TWO_LEVELS,
         saved_in(),
         features=frozenset({"fsdp"}),
+        stages=0,
     ),
     torch_job(
         "FSDP1",
@@ -124,6 +127,7 @@ TORCH = (
         "fsdp1",
         holmes=("--holmes", "--holmes-fsdp", "hybrid"),
         features=frozenset({"fsdp"}),
+        stages=0,
     ),
     torch_job(
         "a plain torch loop", TWO_LEVELS, "--way", "loop", holmes=("--way", "reducer", "--holmes")
@@ -164,7 +168,7 @@ FRAMEWORKS = (
     ),
     Job(
         "Accelerate",
-        script(str(HERE / "accelerate_loop.py"), *COUNT, "--log", LOG, preload=("torch", "accelerate")),
+        script(str(HERE / "accelerate_loop.py"), *COUNT, "--log-file", LOG, preload=("torch", "accelerate")),
         TWO_LEVELS,
         Checkpoints(
             ("--save", FOLDER, "--save-after", str(SAVED)),
@@ -346,6 +350,7 @@ TORCHTITAN_JOBS = (
             ("--checkpoint.load_step", str(SAVED), "--checkpoint.folder", FOLDER),
         ),
         features=frozenset({"fsdp"}),
+        stages=0,
         packages=("tokenizers",),
     ),
 )

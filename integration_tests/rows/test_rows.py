@@ -18,6 +18,7 @@ from integration_tests.rows.readme import parts, rows
 
 #: Patches without which no job runs as planned.
 ALWAYS = {"ranks", "nics", "telemetry"}
+TORCHRUN = next(job for job in JOBS if job.launcher == "torchrun")
 
 
 def each(jobs):
@@ -44,19 +45,23 @@ def runs_of_jobs():
 @pytest.fixture
 def runs(request, runs_of_jobs, tmp_path_factory):
     """The runs of a job, which all tests share. Each is made when a test first needs it."""
-    job = request.param
-    job.skip_without_needs()
-    if job.name in runs_of_jobs:
+
+    def runs_of(job):
+        if job.name not in runs_of_jobs:
+            if job.launcher:
+                start = request.getfixturevalue("launchers")
+            else:
+                start = StartInLab(request.getfixturevalue("two_clusters"))
+            # srun and mpirun start no script that wants torchrun's variables without holmes.
+            stock_of = runs_of(TORCHRUN) if job.launcher and job is not TORCHRUN else None
+            folder = tmp_path_factory.mktemp("runs")
+            runs_of_jobs[job.name] = Runs(job, start, folder, ON_GPUS, stock_of)
         return runs_of_jobs[job.name]
-    if job.launcher:
-        if ON_GPUS:
-            pytest.skip("the lab's launchers start jobs on gloo; their rows are tested there")
-        start = request.getfixturevalue("launchers")
-    else:
-        start = StartInLab(request.getfixturevalue("two_clusters"))
-    folder = tmp_path_factory.mktemp("runs")
-    runs_of_jobs[job.name] = Runs(job, start, folder, on_gpus=ON_GPUS)
-    return runs_of_jobs[job.name]
+
+    request.param.skip_without_needs()
+    if request.param.launcher and ON_GPUS:
+        pytest.skip("the lab's launchers start jobs on gloo; their rows are tested there")
+    return runs_of(request.param)
 
 
 def assert_same(losses, expected, tolerance):

@@ -1,6 +1,6 @@
 """A small model that learns by data parallelism: a script that knows nothing of holmes, unless told to use it.
 
-    train.py --log FILE [--way loop|reducer|ddp|fsdp1] [--save DIR [--save-after STEP]] [--load DIR]
+    train.py --log-file FILE [--way loop|reducer|ddp|fsdp1] [--save DIR [--save-after STEP]] [--load DIR]
 
     loop      an all-reduce for each gradient after the backward pass
     reducer   holmes_ext.GradientReducer in place of that loop
@@ -27,7 +27,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--way", choices=("loop", "reducer", "ddp", "fsdp1"), default="loop")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--log", required=True)
+    parser.add_argument("--log-file", required=True)
     parser.add_argument("--save", help="folder of the checkpoint")
     parser.add_argument("--save-after", type=int, default=0, help="step after which it is saved")
     parser.add_argument("--load", help="folder of the checkpoint to go on from")
@@ -41,7 +41,7 @@ def new_model(device: torch.device) -> nn.Module:
     return nn.Sequential(*blocks).to(device)
 
 
-def wrapped(model: nn.Module, way: str) -> nn.Module:
+def wrapped(model: nn.Module, way: str, device: torch.device) -> nn.Module:
     """Return the model as torch's own ways of data parallelism want it."""
     if way == "ddp":
         return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
@@ -49,8 +49,8 @@ def wrapped(model: nn.Module, way: str) -> nn.Module:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         for index, block in enumerate(model):
-            model[index] = FullyShardedDataParallel(block, use_orig_params=True)
-        return FullyShardedDataParallel(model, use_orig_params=True)
+            model[index] = FullyShardedDataParallel(block, use_orig_params=True, device_id=device)
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=device)
     return model
 
 
@@ -77,7 +77,7 @@ def main() -> nn.Module:
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = wrapped(new_model(device), args.way)
+    model = wrapped(new_model(device), args.way, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     reducer = None
     if args.way == "reducer":
@@ -98,7 +98,7 @@ def main() -> nn.Module:
         )
         done = state["step"]
 
-    log = open(args.log if rank == 0 else os.devnull, "w")
+    log = open(args.log_file if rank == 0 else os.devnull, "w")
     for step in range(done + 1, args.steps + 1):
         rows = rows_of(step, rank, device)
         if reducer:
