@@ -1,4 +1,4 @@
-"""A training loop on Hugging Face's Accelerate, in the model of examples/trainer; it knows nothing of holmes.
+"""A training loop on Hugging Face's Accelerate, which knows nothing of holmes.
 
     accelerate launch accelerate_loop.py --log-file FILE [--save DIR --save-after STEP] [--load DIR]
 """

@@ -83,6 +83,7 @@ class Job:
     tolerance: float = ROUNDING
     packages: tuple[str, ...] = ()
     checkout: str = ""
+    folder: Path | None = None  # in which `make stacks` installs it
 
     @property
     def name(self) -> str:
@@ -96,7 +97,9 @@ class Job:
         """Skip the running test, with the reason, if a package or the checkout is missing."""
         for package in self.packages:
             if find_spec(package) is None:
-                pytest.skip(f"{self.name} needs the package {package}: make .venv")
+                pytest.skip(f"{self.name} needs the package {package}, which is not in {sys.prefix}")
+        if self.folder and not self.folder.is_dir():
+            pytest.skip(f"{self.name} is not installed: make stacks")
         if self.checkout:
             checkout_or_skip(self.checkout)
 

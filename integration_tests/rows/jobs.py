@@ -9,6 +9,7 @@ import json
 import shutil
 import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from checkouts import find_checkout
@@ -286,8 +287,7 @@ def megatron_core(name: str, variant: str, **more) -> Job:
 
 
 def with_words(command: Command, *words: str) -> Command:
-    from dataclasses import replace
-
+    """Return the command with more words. The last one of a flag that is given twice counts."""
     return replace(command, words=(*command.words, *words))
 
 
@@ -352,8 +352,8 @@ TORCHTITAN_JOBS = (
         features=frozenset({"fsdp"}),
         stages=0,
         packages=("tokenizers",),
+        folder=TORCHTITAN,
     ),
 )
 
 JOBS = (*TORCH, *FRAMEWORKS, *DEEPSPEED_JOBS, *MEGATRON_JOBS, *TORCHTITAN_JOBS)
-assert TORCHTITAN

@@ -22,9 +22,9 @@ TORCHRUN = next(job for job in JOBS if job.launcher == "torchrun")
 
 
 def each(jobs):
-    """Parametrize a test by jobs, each with the mark of its row."""
+    """Parametrize a test by jobs, each with the mark of what README's table calls it."""
     marked = [
-        pytest.param(job, id=job.name, marks=[pytest.mark.row(job.row), pytest.mark.timeout(1800)])
+        pytest.param(job, id=job.name, marks=[pytest.mark.row(job.part), pytest.mark.timeout(1800)])
         for job in jobs
     ]
     return pytest.mark.parametrize("runs", marked, indirect=True)

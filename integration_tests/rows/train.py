@@ -1,4 +1,4 @@
-"""A small model that learns by data parallelism: a script that knows nothing of holmes, unless told to use it.
+"""A small model that learns by data parallelism. The script knows of holmes only with --way reducer.
 
     train.py --log-file FILE [--way loop|reducer|ddp|fsdp1] [--save DIR [--save-after STEP]] [--load DIR]
 
