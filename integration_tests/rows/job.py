@@ -50,6 +50,8 @@ class Checkpoints:
     rewind: Callable[[Path], None] = as_saved
     #: Turns what a resumed job prints as losses into the losses of its steps.
     resumed_losses: Callable[[list[float]], list[float]] = list
+    #: Whether a job that stock resumes has the losses of the job that was not stopped.
+    exact_in_stock: bool = True
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,17 @@ class Runs:
         else:
             env["HOLMES_TELEMETRY"] = str(self.telemetry)
         return self._run("holmes", words, env, self.job.shell)
+
+    @cached_property
+    def losses_after_saving(self) -> list[float]:
+        """The losses that a resumed job must have: those of stock's run that was not stopped.
+
+        If the framework itself does not resume exactly: of stock from stock's checkpoint.
+        """
+        assert isinstance(self.job.checkpoints, Checkpoints)
+        if self.job.checkpoints.exact_in_stock:
+            return self.stock.losses[SAVED:]
+        return self._run("stock from stock", self._load("stock", self.stock)).losses
 
     @cached_property
     def holmes_from_stock(self) -> Run:
