@@ -295,7 +295,10 @@ def with_words(command: Command, *words: str) -> Command:
 
 
 def megatron_lm(folder: Path) -> Command:
-    return with_words(commands.megatron_lm(folder, find_checkout("Megatron-LM")), *ITERATIONS)
+    """Without the distributed optimizer, whose checkpoints Megatron-LM does not load on CPUs."""
+    command = commands.megatron_lm(folder, find_checkout("Megatron-LM"))
+    words = tuple(word for word in command.words if word != "--use-distributed-optimizer")
+    return replace(command, words=(*words, *ITERATIONS))
 
 
 def megatron_deepspeed(folder: Path) -> Command:
