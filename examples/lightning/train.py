@@ -43,6 +43,9 @@ class Log(lightning.Callback):
     def __init__(self, path):
         self.path, self.began, self.step = path, time.perf_counter(), 0
 
+    def on_train_start(self, trainer, module):
+        self.step = trainer.global_step  # not 0 where a checkpoint was resumed
+
     def on_train_batch_end(self, trainer, module, outputs, batch, number):
         if trainer.global_step == self.step:
             return  # gradients accumulate
