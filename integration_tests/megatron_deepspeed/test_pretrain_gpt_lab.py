@@ -50,6 +50,7 @@ def checkout(tmp_path_factory):
         pytest.importorskip(name, reason="Megatron-DeepSpeed's tokenizers need: pip install regex six "
                                          "transformers")
     pytest.importorskip("pybind11", reason="Megatron-DeepSpeed's dataset index needs: pip install pybind11")
+    pytest.importorskip("nltk", reason="Megatron-DeepSpeed's tools/preprocess_data.py needs: pip install nltk")
     folder = tmp_path_factory.mktemp("megatron_deepspeed")
     yield Checkout(SOURCE, folder)
     shutil.rmtree(folder)

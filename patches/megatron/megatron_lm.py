@@ -67,10 +67,14 @@ def _set_overlap(current: session.Session, args) -> None:
 
 @with_session
 @by_name
-def _compare_plans(current, wrapped, instance, checkpoint_args):
-    """After megatron's own check of the model, whose assertions become one line: is it of another plan?"""
+def _compare_plans(current, wrapped, instance, checkpoint_args, *rest, **more):
+    """Run megatron's check of the model, then print a line if the checkpoint was saved under another plan.
+
+    Raises:
+        HolmesError: megatron's check failed; the error names the argument that differs, in one line.
+    """
     try:
-        result = wrapped(checkpoint_args)
+        result = wrapped(checkpoint_args, *rest, **more)
     except AssertionError as error:
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
     digest = getattr(checkpoint_args, "holmes_plan_digest", None)

@@ -139,6 +139,20 @@ def test_another_plans_checkpoint_is_told(active, capsys, digest, lines):
     )
 
 
+def test_parameters_that_the_check_of_a_checkpoint_gained_arrive(active):
+    """Newer Megatron-LM passes skip_args by name; another optional parameter may come by position."""
+    active()
+    seen = []
+
+    def check_checkpoint_args(*args, **kwargs):
+        seen.append((args, kwargs))
+
+    saved = SimpleNamespace()
+    megatron_lm._compare_plans(check_checkpoint_args, None, (saved,), {"skip_args": {"num_layers"}})
+    megatron_lm._compare_plans(check_checkpoint_args, None, (saved, {"num_layers"}), {})
+    assert seen == [((saved,), {"skip_args": {"num_layers"}}), ((saved, {"num_layers"}), {})]
+
+
 def test_another_models_checkpoint_is_refused_in_one_line(active):
     def check_checkpoint_args(checkpoint_args):
         raise AssertionError(
