@@ -260,7 +260,13 @@ def _exec_schedule(current, wrapped, instance, pipe_schedule):
 
 
 def _forget(wrapped, instance, args, kwargs):
-    """reset_activation_shape, set_train_batch_size: the messages of the next step are others."""
+    """Let the next step run the engine's own schedule, to learn the new shapes of its messages.
+
+    Only reset_activation_shape says that shapes change. set_train_batch_size does not: it changes the number
+    of micro-batches, and what is known is the messages of one micro-batch. Megatron-DeepSpeed calls it before
+    every step. set_train_micro_batch_size changes shapes, but the engine itself keeps its old buffers until
+    reset_activation_shape is called.
+    """
     if _mailbox is not None:
         _mailbox.forget()
     return wrapped(*args, **kwargs)
@@ -283,6 +289,4 @@ PATCHES = (
           _announced),
     Patch(EDGES, f"{_ENGINE}.reset_activation_shape", "shapes of messages change (curriculum learning)",
           _forget),
-    Patch(EDGES, f"{_ENGINE}.set_train_batch_size", "the number of messages changes", _forget,
-          parameters=("train_batch_size",)),
 )  # fmt: skip
