@@ -31,13 +31,31 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Log:
-    """Of every iteration in the log: losses, and seconds. lines: all that holmes said, but for `served`: the
-    line about modules that it serves, which there is with some versions only."""
+    """What the log of one run says."""
 
-    losses: dict[int, float]
-    seconds: dict[int, float]
-    lines: list[str]
-    served: list[str]
+    losses: dict[int, float]  # by iteration
+    seconds: dict[int, float]  # by iteration
+    lines: list[str]  # what holmes printed, except for `served` and `advice`
+    served: list[str]  # that modules are not installed and are served empty: with some versions only
+    advice: list[str]  # that other layers on each stage would be faster: depends on measured times
+
+
+def holmes_lines(result) -> list[str]:
+    """Return the lines that holmes printed on any rank, without those that depend on versions or times."""
+    return [line for line in _all_holmes_lines(result) if not (_is_served(line) or _is_advice(line))]
+
+
+def _all_holmes_lines(result) -> list[str]:
+    lines = [line for output in result.outputs.values() for line in output.splitlines()]
+    return [line for line in lines if line.startswith("holmes:")]
+
+
+def _is_served(line: str) -> bool:
+    return "is served empty" in line
+
+
+def _is_advice(line: str) -> bool:
+    return "a restart with --holmes-partition" in line
 
 
 def byte_vocabulary(source: Path, folder: Path) -> tuple[Path, Path]:
@@ -140,6 +158,11 @@ def read_log(result) -> Log:
     found = [match for match in map(LOSS.search, lines) if match]
     losses = {int(match[1]): float(match[3]) for match in found}
     seconds = {int(match[1]): float(match[2]) / 1e3 for match in found}
-    said = [line for line in lines if line.startswith("holmes:")]
-    served = [line for line in said if "is served empty" in line]
-    return Log(losses, seconds, [line for line in said if line not in served], served)
+    printed = _all_holmes_lines(result)
+    return Log(
+        losses=losses,
+        seconds=seconds,
+        lines=holmes_lines(result),
+        served=[line for line in printed if _is_served(line)],
+        advice=[line for line in printed if _is_advice(line)],
+    )

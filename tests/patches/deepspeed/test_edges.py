@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import edges
+from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 
 schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
@@ -94,3 +96,33 @@ def test_what_is_let_go_has_arrived():
     _, _, box = steps((3, 1), 4, 0)
     assert [(unit, index) for unit, kind, index in box.let_go
             if kind == "F"] == [(("B", m), m) for m in range(4)]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """A PipelineEngine, patched, with as much in it as its setters need; its messages are known."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    box = Mailbox({(1, "recv"): None}, {1: (0, 1)})
+    box.expect([], 1)
+    monkeypatch.setattr(edges, "_mailbox", box)
+    registry = Registry(edges.PATCHES)
+    registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
+    engine = PipelineEngine.__new__(PipelineEngine)
+    config = SimpleNamespace(train_batch_size=8, train_micro_batch_size_per_gpu=2,
+                             gradient_accumulation_steps=4)
+    vars(engine).update(_config=config, dp_world_size=1, micro_batches=4)
+    yield engine
+    registry.undo()
+
+
+def test_the_number_of_micro_batches_makes_nothing_forgotten(engine):
+    """Messages are known for one micro-batch. Megatron-DeepSpeed sets the batch size before every step."""
+    for batch_size, micro_batches in ((8, 4), (16, 8), (8, 4)):
+        engine.set_train_batch_size(batch_size)
+        assert engine.micro_batches == micro_batches and edges._mailbox.knows
+
+
+def test_other_shapes_are_learned_anew(engine):
+    engine.reset_activation_shape()
+    assert not edges._mailbox.knows
