@@ -53,7 +53,7 @@ DEFAULT = ("pipeline 2 x data 2",)
 #: of the sum bit by bit. All else is stock's: with that sum off, the hashes of all activations, gradients and
 #: weights of all ranks were equal after each pass, reduction and optimizer step.
 STOCK_ORDER = {"HOLMES_DISABLE": "deepspeed-tied"}
-#: How far a printed loss may differ after 20 steps with the tied embedding summed in holmes's order. Measured:
+#: How far a printed loss may differ in 20 steps with the tied embedding summed in holmes's order. Measured:
 #: 1e-6, one unit of the last digit.
 OTHER_ORDER = 1e-5
 
