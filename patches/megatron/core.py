@@ -248,11 +248,18 @@ def _layers_as_planned(current, wrapped, instance, args, kwargs):
         elif layout is not None:
             vars(instance).update(ends_of(current, planned, pipeline))
         if planned and layout_of(planned, mtp_layers) in (layout, own_split):
-            # where this module is, uniform recomputation's last unit ends with the stage; before,
-            # megatron-core looks for layers that are not there
-            cuts = find_spec("megatron.core.recompute") is not None
-            refuse_cut_units(current.plan, instance, cuts)
+            refuse_cut_units(current.plan, instance, _last_unit_ends_with_stage())
     return wrapped(*args, **kwargs)
+
+
+@functools.cache
+def _last_unit_ends_with_stage() -> bool:
+    """Return whether a stage's last unit of uniform recomputation may have fewer layers.
+
+    Older versions look for layers that are not on the stage. The module is searched once: Megatron-LM's
+    get_batch makes a TransformerConfig in every micro-batch.
+    """
+    return find_spec("megatron.core.recompute") is not None
 
 
 PATCHES = (

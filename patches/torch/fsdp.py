@@ -103,15 +103,20 @@ def _hybrid(current: Session, mesh: Any, group: Any = None, device_type: str = "
 
 @with_session
 def _tell_root(current, wrapped, instance, args, kwargs):
-    """fully_shard's root before its first forward pass: now all units are known."""
+    """Print what sharding costs, once all units are known: before the first forward pass of the root.
+
+    Every unit calls its _lazy_init in every forward pass; only the root's first call has something to do.
+    """
     first = instance._is_root is None
     wrapped(*args, **kwargs)
+    if not first or not instance._is_root or current.rank != 0:
+        return
     groups = [
         group for state in instance._state_ctx.all_states
         for group in getattr(state, "_fsdp_param_groups", ()) or [state._fsdp_param_group]  # before 2.12
         if group is not None
     ]  # fmt: skip
-    if not first or not instance._is_root or current.rank != 0 or not groups:
+    if not groups:
         return
     weights = again = gradients = kept = 0.0
     for group in groups:

@@ -3,6 +3,7 @@ checkpoints."""
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,28 @@ def start(rank, *clusters, world=4, **options):
     session.set_active(current)
     registry().enable(["fsdp"], required=True)
     sys.stderr = io.StringIO()
+
+
+def test_units_are_looked_through_once(monkeypatch):
+    """Every unit's _lazy_init runs in every forward pass."""
+
+    class Context:
+        looks = 0
+
+        @property
+        def all_states(self):
+            Context.looks += 1
+            return []
+
+    state = SimpleNamespace(_is_root=None, _state_ctx=Context())
+
+    def lazy_init():
+        state._is_root = True
+
+    monkeypatch.setattr(session, "_active", SimpleNamespace(rank=0))
+    for _ in range(3):
+        fsdp_patches._tell_root(lazy_init, state, (), {})
+    assert Context.looks == 1
 
 
 def said():
