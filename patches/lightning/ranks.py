@@ -15,7 +15,10 @@ from holmes_ext.patches.lightning.features import RANKS
 @by_name
 def _planned_node(current, call, instance):
     """node_rank() of a process that a launcher gave a rank; Lightning's own children have none yet."""
-    return current.rank // current.plan.processes if current.plan.world_size > 1 else call()
+    if current.plan.world_size == 1:
+        return call()
+    call.refuse_unknown()
+    return current.rank // current.plan.processes
 
 
 PATCHES = (
