@@ -126,6 +126,20 @@ class Anything(Exception):  # may be raised, too
         return "anything"
 
 
+class _Pattern:
+    """A regular expression, of which Anything may or may not be a match."""
+
+    def __init__(self, pattern: re.Pattern[str], anything: Anything):
+        self._pattern = pattern
+        self._anything = anything
+
+    def fullmatch(self, text: Any) -> Any:
+        return self._anything if isinstance(text, Anything) else self._pattern.fullmatch(text)
+
+    def match(self, text: Any) -> Any:
+        return self._anything if isinstance(text, Anything) else self._pattern.match(text)
+
+
 class Branches:
     """Copies of functions for one branch, which share the copies of their modules' variables."""
 
@@ -177,8 +191,10 @@ class Branches:
         if value is None:
             return None if self.keep_none else self.anything
         is_error = isinstance(value, type) and issubclass(value, BaseException)
-        if is_error or isinstance(value, (str, bytes, int, float, tuple, re.Pattern)):
+        if is_error or isinstance(value, (str, bytes, int, float, tuple)):
             return value
+        if isinstance(value, re.Pattern):
+            return _Pattern(value, self.anything)
         if of_other_modules and inspect.isfunction(value):
             return self._helper(value)
         return self.anything
