@@ -1,6 +1,6 @@
 """Users' training commands on emulated GPUs: the losses of the same commands on CPUs and gloo.
 
-HOLMES_TEST_FULL=1: on 2 + 2 nodes with 2 GPUs each (8 ranks, tensor 2 with Megatron), else on 1 + 1 (4
+With HOLMES_TEST_FULL=1 on 2 + 2 nodes with 2 GPUs each (8 ranks, tensor 2 with Megatron), else on 1 + 1 (4
 ranks), as on one physical GPU.
 """
 
