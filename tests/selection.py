@@ -78,7 +78,9 @@ def is_named(item: pytest.Item) -> bool:
     for name in names:
         named_path, _, named_test = name.partition("::")
         same_file = Path(named_path).resolve() == Path(item.config.rootpath, path)
-        if same_file and (test == named_test or test.startswith((f"{named_test}[", f"{named_test}::"))):
+        if same_file and (
+            test == named_test or test.startswith((f"{named_test}[", f"{named_test}::"))
+        ):
             return True
     return False
 

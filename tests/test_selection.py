@@ -28,7 +28,16 @@ def test_both(exhaustive):
     pass
 """
 TOTAL = 253  # tests in TESTS
-OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "selection", "-o", "junit_family=xunit1", "--junitxml=xml")
+OPTIONS = (
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "selection",
+    "-o",
+    "junit_family=xunit1",
+    "--junitxml=xml",
+)
 
 
 @pytest.fixture
@@ -52,7 +61,9 @@ def run(tmp_path, monkeypatch):
 
 
 def properties(element) -> list[tuple[str, str]]:
-    return [(each.get("name"), each.get("value")) for each in element.findall("properties/property")]
+    return [
+        (each.get("name"), each.get("value")) for each in element.findall("properties/property")
+    ]
 
 
 def test_a_landing_runs_a_tenth_that_the_seed_chooses(run):

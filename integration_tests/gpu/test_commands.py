@@ -41,7 +41,7 @@ COMMANDS = {
     "Megatron-LM": megatron_lm,
     **{f"Megatron-DeepSpeed, ZeRO {zero}": megatron_deepspeed(zero) for zero in (0, 1)},
     **({f"torchtitan, {way}": torchtitan(way) for way in ("HSDP", "1F1B")}
-       if commands.INSTALLED.is_dir() else {}),  # make stacks
+       if commands.INSTALLED.is_dir() else {}),  # make torchtitan
 }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.lab import state
-from integration_tests.jobs import some
+from integration_tests.jobs import full
 from integration_tests.launchers import commands, examples  # noqa: F401  more cases
 from integration_tests.launchers.bench import Bench
 from integration_tests.launchers.cases import CASES, hostfile
@@ -55,7 +55,17 @@ def running(request, tmp_path_factory):
         yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in chosen}
 
 
-@pytest.mark.parametrize("name", some(CASES, *CHOSEN))
+#: Rows of README's table: what a case begins with.
+LAUNCHERS = ("torchrun", "srun", "mpirun", "deepspeed")
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    launcher = name.partition("_")[0]
+    marks = [pytest.mark.row(launcher)] if launcher in LAUNCHERS else []
+    return marks if name in CHOSEN else [*marks, full]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_launch(running, name, tmp_path):
     """What the pool made of it; again (--reruns) from the start."""
     future = running.pop(name, None)

@@ -118,6 +118,7 @@ def losses_of(split):
     return [entry["loss"] for entry in split["entries"]]
 
 
+@pytest.mark.row("megatron-core")
 @over_nccl
 def test_losses_and_gradient_norms_are_stocks_under_every_split(both, splits):
     assert_stocks(both[0][0], both[1][0], splits)

@@ -19,7 +19,10 @@ from integration_tests.megatron_deepspeed.job import Checkout, read_log
 
 SOURCE = find_checkout("Megatron-DeepSpeed")
 STEPS = 20
-pytestmark = pytest.mark.skipif(SOURCE is None, reason=why_missing("Megatron-DeepSpeed"))
+pytestmark = [
+    pytest.mark.row("Megatron-DeepSpeed's pretrain_gpt.py"),
+    pytest.mark.skipif(SOURCE is None, reason=why_missing("Megatron-DeepSpeed")),
+]
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 TENSOR = (*PIPELINE, "--tensor-model-parallel-size", "2")
 NO_PIPELINE = ("--no-pipeline-parallel",)
