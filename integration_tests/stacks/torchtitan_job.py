@@ -11,7 +11,7 @@ import tokenizers
 
 from integration_tests.jobs import ROOT
 
-#: Where `make stacks` puts torchtitan and what it needs besides .venv.
+#: Where `make torchtitan` puts torchtitan and what it needs besides .venv.
 INSTALLED = ROOT / "build" / "torchtitan"
 
 CONFIG = """[job]

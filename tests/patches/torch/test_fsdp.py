@@ -131,6 +131,7 @@ CASES = {
 }
 
 
+@pytest.mark.row("FSDP2")
 @pytest.mark.parametrize("case", some(CASES, "accumulation", "bf16"))
 def test_hybrid_has_stock_s_losses(case):
     answers = run_ranks(both, 4, *CASES[case])
@@ -245,6 +246,7 @@ def first_kind(rank, strategy, options):
     return made, said(), len(fsdp_patches._meshes)
 
 
+@pytest.mark.row("FSDP1")
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, None])
 def test_fsdp1_in_hybrid_has_stock_s_losses(strategy):
     for (stock, ours), _, meshes in run_ranks(first_kind, 4, strategy, {"fsdp": "hybrid"}, timeout_s=180):
