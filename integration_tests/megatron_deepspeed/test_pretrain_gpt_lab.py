@@ -118,7 +118,12 @@ def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_cluste
             share = 0.25 if "x data 2" in case else 0.02
             assert fast(nics) > share * stock_sent[node]["eth0"], (node, nics, stock_sent[node])
     spared = sum(nics["eth0"] for nics in stock_sent.values()) - sum(nics["eth0"] for nics in sent.values())
-    assert "data 4" in case or spared > 0.9 * sum(map(fast, sent.values())), (stock_sent, sent)
+    moved = sum(map(fast, sent.values()))
+    # What fast NICs carry is spared on Ethernet. With N bytes of gradients on a rank, E of them of a tied
+    # embedding: two levels send E on fast NICs and E / 2 across, instead of E across. Then N + E are on fast
+    # NICs and N + E / 2 are spared, which is at least 3/4 of that.
+    share = 0.7 if tied else 0.9
+    assert "data 4" in case or spared > share * moved, (stock_sent, sent)
 
 
 @pytest.mark.timeout(1200)
