@@ -226,7 +226,7 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
 
     lines += ["", "Parts:"]
     for part in parts:
-        lines.append(f"  {part.name:12}  {_describe_part(part)}")
+        lines.append(f"  {part.name:17}  {_describe_part(part)}")
     return "\n".join(lines)
 
 
