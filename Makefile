@@ -59,13 +59,15 @@ SUMMARY = $(if $(filter no,$(SUMMARIZE)),true,$(BIN)/python tests/summary.py $(p
 demo: tools .venv
 	$(BIN)/holmes demo
 
-# Both rooms at once, each with its report at the end, and unit tests by two workers: much of either waits for processes that
-# it started.
+# Both rooms at once, each with its report at the end, by two workers each: much of either waits for processes that it
+# started. A file of tests stays in one worker, because its tests share labs and runs.
+ROOM_WORKERS ?= 2
+
 test: tools .venv torchtitan
 	@mkdir -p $(RESULTS); status=0; started=; \
 	for room in $(TESTS); do \
-	    workers=; if [ $$room = tests ]; then workers="-n 2 --dist loadfile"; fi; \
-	    { $(call PYTEST,$(BIN)/python,$$room) $$room $$workers $(PYTEST_ARGS); } > build/$$room.log 2>&1 & \
+	    { $(call PYTEST,$(BIN)/python,$$room) $$room -n $(ROOM_WORKERS) --dist loadfile $(PYTEST_ARGS); } \
+	        > build/$$room.log 2>&1 & \
 	    started="$$started $$!:$$room"; \
 	done; \
 	for one in $$started; do wait $${one%%:*} || status=1; cat build/$${one#*:}.log; done; \

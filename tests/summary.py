@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HEADING = "| your job | add |\n"
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
-SLOWEST = 15  # tests that the summary lists
+SLOWEST = 30  # tests that the summary lists
 WIDTH = 120  # columns
 
 
@@ -226,7 +226,7 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
 
     lines += ["", "Parts:"]
     for part in parts:
-        lines.append(f"  {part.name:12}  {_describe_part(part)}")
+        lines.append(f"  {part.name:17}  {_describe_part(part)}")
     return "\n".join(lines)
 
 

@@ -82,8 +82,8 @@ def test_the_summary_of_a_real_run(tmp_path):
     assert "\n  3 x no GPU\n" in text
     assert "could not import 'not_installed'" in text
     assert "Left to make nightly: 1 exhaustive tests (HOLMES_TEST_SEED=0)" in text
-    assert "  part          2 passed, 5 skipped, 1 failed;" in text
-    assert "  missing       NO RESULTS" in text
+    assert "  part               2 passed, 5 skipped, 1 failed;" in text
+    assert "  missing            NO RESULTS" in text
 
 
 def result(part: str, name: str, outcome: Outcome, row: str = "DDP") -> Result:

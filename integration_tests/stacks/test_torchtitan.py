@@ -12,7 +12,7 @@ import sys
 import pytest
 from carriers import ON_GPUS
 
-from integration_tests.jobs import ROOT, said, same
+from integration_tests.jobs import ROOT, full, said, same
 
 pytest.importorskip("tokenizers")
 from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, write_job  # noqa: E402
@@ -52,7 +52,7 @@ def train(clusters, folder, way, *flags):
 
 
 @pytest.mark.parametrize("way", [
-    pytest.param(way, marks=[pytest.mark.row("HSDP")] if way == "HSDP" else []) for way in WAYS])
+    pytest.param(way, marks=pytest.mark.row("HSDP") if way == "HSDP" else full) for way in WAYS])
 def test_losses_are_stock_s(two_clusters, folder, way):
     stock, _ = train(two_clusters, folder, WAYS[way])
     ours, told = train(two_clusters, folder, WAYS[way], *two_clusters.holmes)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from integration_tests.jobs import ROOT, losses, said, same
+from integration_tests.jobs import ROOT, losses, said, same, some
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -69,7 +69,7 @@ num_processes: 4
 
 
 @pytest.mark.row("Accelerate")
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", some(LAUNCHERS, "accelerate"))
 def test_launchers_checkpoints_and_resume(two_clusters, tmp_path, launcher):
     """4 steps with a checkpoint after 2, all under holmes; then steps 3 and 4 once more from it."""
     (tmp_path / "config.yaml").write_text(CONFIG)
