@@ -42,7 +42,7 @@ ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.p
    joined.py) $(addprefix megatron/test_,core.py slices.py joined.py experts.py) joined/test_examples.py \
    $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py trainer_joined.py torchtitan.py) \
    $(addprefix commands/test_,telemetry.py doctor.py probe.py profile_and_tune.py) $(addprefix faults/test_,faults.py restart.py) \
-   test_reduction_lab.py test_unequal_lab.py) \
+   rows/test_rows.py test_reduction_lab.py test_unequal_lab.py) \
    $(if $(filter 1,$(HOLMES_TEST_FULL)),tests/patches/torch/test_ddp.py \
    $(addprefix integration_tests/test_adapt,.py _sums.py _apart.py))
 

@@ -84,7 +84,8 @@ def arguments() -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
     add("--log-file", help="a JSON line for each step")
-    add("--save", help="a folder for the checkpoint after the last step")
+    add("--save", help="a folder for the checkpoint")
+    add("--save-after", type=int, metavar="STEP", help="step after which it is saved (default: the last)")
     add("--load", help="go on from that checkpoint")
     return parser.parse_args()
 
@@ -136,9 +137,10 @@ def main() -> None:
         if log:
             line = {"step": step + 1, "loss": (total / ranks).item(), "seconds": seconds}
             print(json.dumps(line), file=log, flush=True)
-    if args.save:
-        weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments, "step": args.steps}, checkpoint_id=args.save)
+        if args.save and step + 1 == (args.save_after or args.steps):
+            weights, moments = get_state_dict(model, optimizer)
+            state = {"model": weights, "optimizer": moments, "step": step + 1}
+            dcp.save(state, checkpoint_id=args.save)
     dist.destroy_process_group()
 
 

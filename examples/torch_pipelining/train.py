@@ -19,7 +19,9 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -133,6 +135,9 @@ def arguments() -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
     add("--log-file", help="a JSON line for each step")
+    add("--save", help="a folder for the checkpoint")
+    add("--save-after", type=int, metavar="STEP", help="step after which it is saved (default: the last)")
+    add("--load", help="go on from that checkpoint, with as many stages and the same --data-parallel")
     return parser.parse_args()
 
 
@@ -156,6 +161,18 @@ def main() -> None:
     schedule = schedule_class(stages[0] if single else stages, args.micro_batches, loss_fn=cross_entropy)
     parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr)
+    # a checkpoint has the stages' weights under the stages' numbers
+    numbered = nn.ModuleDict({f"stage{stage.stage_index}": stage.submod for stage in stages})
+    # and the optimizer's entries under their names: each rank has only some of the parameters
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+    first = 0
+    if args.load:
+        weights, moments = get_state_dict(numbered, optimizer, options=by_name)
+        state = {"model": weights, "optimizer": moments, "step": 0}
+        dcp.load(state, checkpoint_id=args.load)
+        set_state_dict(numbered, optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"], options=by_name)
+        first = state["step"]
 
     text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"),
                             dtype=torch.uint8)
@@ -163,7 +180,7 @@ def main() -> None:
     # torch 2.9 and older have no such argument, and always return the last stage's outputs
     known = inspect.signature(schedule.step).parameters
     no_outputs = {"return_outputs": False} if "return_outputs" in known else {}
-    for step in range(args.steps):
+    for step in range(first, args.steps):
         begin, losses = time.perf_counter(), []
         inputs, labels = batch(text, args, step * replicas + replica, device)
         given = {"target": labels, "losses": losses} if stages[-1].is_last else {}
@@ -178,6 +195,10 @@ def main() -> None:
         if log:
             print(json.dumps({"step": step + 1, "loss": total.item(), "seconds": seconds}), file=log,
                   flush=True)
+        if args.save and step + 1 == (args.save_after or args.steps):
+            weights, moments = get_state_dict(numbered, optimizer, options=by_name)
+            state = {"model": weights, "optimizer": moments, "step": step + 1}
+            dcp.save(state, checkpoint_id=args.save)
     dist.destroy_process_group()
 
 

@@ -1,5 +1,7 @@
 """A plain DeepSpeed script: python zero.py --stage N        torchrun's variables say which rank
 
+    zero.py --stage N [--steps N] [--save DIR --save-after STEP] [--load DIR]
+
 Trains a small model with ZeRO 0 to 3; prints a JSON line with the mean loss of each step. NCCL on GPUs, gloo
 on CPUs.
 """
@@ -12,7 +14,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-STEPS, ROWS, WIDTH = 4, 8, 32
+ROWS, WIDTH = 8, 32
 
 
 def model() -> torch.nn.Module:
@@ -26,6 +28,10 @@ def model() -> torch.nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--save", help="folder of the checkpoint")
+    parser.add_argument("--save-after", type=int, default=0, help="step after which it is saved")
+    parser.add_argument("--load", help="folder of the checkpoint to go on from")
     arguments = parser.parse_args()
     device = get_accelerator()
     if device.device_name() == "cpu":
@@ -40,8 +46,10 @@ def main() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": arguments.stage, "reduce_bucket_size": 2000,
                               "allgather_bucket_size": 2000}})
+    if arguments.load:
+        engine.load_checkpoint(arguments.load)
     losses = []
-    for step in range(STEPS):
+    for step in range(engine.global_steps, arguments.steps):
         tokens = torch.randint(0, 64, (world, ROWS), generator=torch.Generator().manual_seed(step))[rank]
         tokens = tokens.to(engine.device)
         loss = torch.nn.functional.cross_entropy(engine(tokens).float(), tokens)
@@ -50,6 +58,8 @@ def main() -> None:
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
         losses.append(total.item() / world)
+        if arguments.save and engine.global_steps == arguments.save_after:
+            engine.save_checkpoint(arguments.save)
     print(json.dumps({"rank": rank, "losses": losses}), flush=True)
     torch.distributed.destroy_process_group()
 
