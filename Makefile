@@ -1,6 +1,10 @@
 # make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
-# make test   everything that is tested; make unit: what needs no emulated network
-# make stacks Hugging Face's Trainer, Accelerate, Lightning, torchtitan: installs them (600 MB) and runs their tests
+# make test   unit tests, and real engines on emulated networks; a table at the end names each framework, passed or SKIPPED.
+#             make unit: what needs no emulated network
+# make nightly  all tests, the exhaustive ones too (a landing runs a tenth of them), over gloo and on emulated GPUs; mutants;
+#             old versions of the frameworks: hours
+# make checkouts  clones what tests need besides Python packages: Megatron-LM, Megatron-DeepSpeed, NCCL's source
+# make torchtitan  torchtitan into build/torchtitan, for its tests (make test does it)
 # make check  lint and types
 # make docs   the site of docs/ into build/site, strictly: a link to nothing, or a block that differs from the code, fails
 # make gpu    CUDA and NCCL without a GPU: the tests of emulated GPUs, in an environment of their own (.venv-gpu, 6 GB)
@@ -11,7 +15,7 @@
 #             time and goes on there. NEXT=1: only what no longer fits the newest of everything; ROWS="NAME,...": these
 #             once more; SLIM=1: without CUDA's libraries, 2 GB an environment instead of 5
 # make soak   joined jobs under random faults for half an hour (MINUTES=30 SEED=1); build/soak.jsonl has what happened
-# make faults every fault of joined jobs, WORKERS=6 at a time; `make -j2 test faults` as continuous integration runs it
+# make faults every fault of joined jobs, WORKERS=6 at a time
 # make .venv  the environment that all use (Python 3.10 to 3.14; PYTHON=... chooses the interpreter)
 #
 # Where pip would take a torch with gigabytes of CUDA libraries: make demo TORCH_ARGS="--index-url <an index of CPU builds>"
@@ -29,7 +33,7 @@ TESTS := $(wildcard tests integration_tests)
 # What emulated GPUs need besides: the CUDA build of torch, g++, and NCCL's source.
 GPU_BIN := .venv-gpu/bin
 GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq --no-input --no-compile -c requirements/constraints.txt \
-   -c requirements/dev.txt -c requirements/stacks.txt -c requirements/torch.txt
+   -c requirements/dev.txt -c requirements/torch.txt
 GPU_STAMP := .venv-gpu/installed
 # Tests of `make test` and `make nccl` that run over NCCL on emulated GPUs, too (tests/carriers.py, integration_tests/jobs.py).
 ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.py tied.py two_level.py) \
@@ -39,46 +43,56 @@ ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.p
    $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py trainer_joined.py torchtitan.py) \
    $(addprefix commands/test_,telemetry.py doctor.py probe.py profile_and_tune.py) $(addprefix faults/test_,faults.py restart.py) \
    rows/test_rows.py test_reduction_lab.py test_unequal_lab.py) \
-   $(if $(HOLMES_TEST_FULL),tests/patches/torch/test_ddp.py $(addprefix integration_tests/test_adapt,.py _sums.py _apart.py))
-export HOLMES_NCCL_SOURCE ?= $(abspath $(firstword $(wildcard ../shared/nccl/*.tar.gz ../shared/nccl/*.tgz)))
+   $(if $(filter 1,$(HOLMES_TEST_FULL)),tests/patches/torch/test_ddp.py \
+   $(addprefix integration_tests/test_adapt,.py _sums.py _apart.py))
 
-.PHONY: demo test unit gpu gpu-libraries nccl physical check docs matrix soak faults stacks .venv .venv-gpu tools clean
+# Each run of pytest writes what became of its tests to RESULTS/PART.xml (JUnit XML). tests/summary.py makes a table of them.
+RESULTS := build/results
+# $(call PYTEST,PYTHON,PART): results of an earlier run must not be taken for those of a run that ended early.
+PYTEST = rm -f $(RESULTS)/$(2).xml; $(1) -m pytest --timeout=900 --junitxml=$(RESULTS)/$(2).xml
+# $(call SUMMARY,PART...): .ci/run and make nightly print one summary of all parts themselves.
+SUMMARY = $(if $(filter no,$(SUMMARIZE)),true,$(BIN)/python tests/summary.py $(patsubst %,$(RESULTS)/%.xml,$(1)))
+
+.PHONY: demo test unit gpu gpu-libraries nccl physical check docs matrix soak faults nightly mutants old-versions checkouts summary \
+   torchtitan .venv .venv-gpu tools clean
 
 demo: tools .venv
 	$(BIN)/holmes demo
 
-# `make -j2 test faults`: some of the faults are tests otherwise.
-BESIDE := $(if $(filter faults,$(MAKECMDGOALS)),--ignore integration_tests/joined/test_faults.py)
+# Both rooms at once, each with its report at the end, by two workers each: much of either waits for processes that it
+# started. A file of tests stays in one worker, because its tests share labs and runs.
+ROOM_WORKERS ?= 2
 
-# Both rooms at once, each with its report at the end, and unit tests by two workers: much of either waits for processes that
-# it started.
-test: tools .venv
-	@mkdir -p build; status=0; started=; \
+test: tools .venv torchtitan
+	@mkdir -p $(RESULTS); status=0; started=; \
 	for room in $(TESTS); do \
-	    workers=; if [ $$room = tests ]; then workers="-n 2 --dist loadfile"; fi; \
-	    $(BIN)/python -m pytest --timeout=900 $$room $$workers $(BESIDE) $(PYTEST_ARGS) > build/$$room.log 2>&1 & \
+	    { $(call PYTEST,$(BIN)/python,$$room) $$room -n $(ROOM_WORKERS) --dist loadfile $(PYTEST_ARGS); } \
+	        > build/$$room.log 2>&1 & \
 	    started="$$started $$!:$$room"; \
 	done; \
-	for one in $$started; do wait $${one%%:*} || status=1; cat build/$${one#*:}.log; done; exit $$status
+	for one in $$started; do wait $${one%%:*} || status=1; cat build/$${one#*:}.log; done; \
+	$(call SUMMARY,$(TESTS)); exit $$status
 
 # The runtime's tests are in `make test`. Those of operators run on an emulated GPU themselves, so they are a run of their own;
 # after them, beside the others, what runs on both carriers.
-gpu: gpu-libraries
-	@mkdir -p build; status=0; \
-	{ code=0; $(GPU_BIN)/python -m pytest --timeout=900 integration_tests/gpu/operators $(PYTEST_ARGS) || code=1; \
-	  HOLMES_TEST_CARRIER=nccl $(GPU_BIN)/python -m pytest --timeout=900 $(ON_BOTH) $(PYTEST_ARGS) || code=1; \
+gpu: gpu-libraries torchtitan
+	@mkdir -p $(RESULTS); status=0; \
+	{ code=0; $(call PYTEST,$(GPU_BIN)/python,gpu-operators) integration_tests/gpu/operators $(PYTEST_ARGS) || code=1; \
+	  export HOLMES_TEST_CARRIER=nccl; $(call PYTEST,$(GPU_BIN)/python,over-nccl) $(ON_BOTH) $(PYTEST_ARGS) || code=1; \
 	  exit $$code; } >build/gpu-both.log 2>&1 & both=$$!; \
-	$(GPU_BIN)/python -m pytest --timeout=900 -rs integration_tests/gpu --ignore integration_tests/gpu/operators $(PYTEST_ARGS) \
+	$(call PYTEST,$(GPU_BIN)/python,gpu) -rs integration_tests/gpu --ignore integration_tests/gpu/operators $(PYTEST_ARGS) \
 	   || status=1; \
 	wait $$both || status=1; cat build/gpu-both.log; exit $$status
 
 # Builds the emulated GPU: some minutes, once for each version of holmes, torch and NCCL.
 gpu-libraries: tools .venv-gpu
-	@$(GPU_BIN)/python -m holmes_ext.cli.main lab build --python $(GPU_BIN)/python || { test -z "$$HOLMES_NCCL_SOURCE" && \
-	   echo "make: NO NCCL SOURCE, so whatever needs NCCL is skipped: HOLMES_NCCL_SOURCE=<a checkout of NCCL or its archive>"; }
+	@$(GPU_BIN)/python -m holmes_ext.cli.main lab build --python $(GPU_BIN)/python || { \
+	   test -z "$$HOLMES_NCCL_SOURCE" && test ! -e "$${XDG_CACHE_HOME:-$$HOME/.cache}/holmes_ext/nccl" && \
+	   echo "make: NO NCCL SOURCE, so whatever needs NCCL is skipped: make checkouts"; }
 
 unit: tools .venv
-	$(BIN)/python -m pytest --timeout=900 tests $(PYTEST_ARGS)
+	@mkdir -p $(RESULTS)
+	$(call PYTEST,$(BIN)/python,tests) tests $(PYTEST_ARGS)
 
 # With the python that has the CUDA build of torch: make nccl BIN=/path/to/its/bin (pip install -e . pytest rich there).
 REPORT ?= nccl-report.json
@@ -90,10 +104,25 @@ nccl:
 physical:
 	HOLMES_TEST_CARRIER=cuda $(BIN)/python -m pytest --timeout=900 -rs $(ON_BOTH) $(PYTEST_ARGS)
 
-stacks: tools .venv
-	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt -r requirements/stacks.txt $(TORCH_ARGS)
-	@test -d build/torchtitan || $(PIP) --no-deps --target build/torchtitan -r requirements/torchtitan.txt
-	$(BIN)/python -m pytest --timeout=900 integration_tests/stacks $(PYTEST_ARGS)
+# With the pip of the environment that the goal needs anyway.
+TORCHTITAN := build/torchtitan/installed
+TORCHTITAN_VENV := $(if $(filter gpu,$(MAKECMDGOALS)),.venv-gpu,.venv)
+
+torchtitan: $(TORCHTITAN)
+
+$(TORCHTITAN): requirements/torchtitan.txt | $(TORCHTITAN_VENV)
+	@echo "make: installing torchtitan and what it imports into build/torchtitan (270 MB, once)"
+	@rm -rf build/torchtitan
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(TORCHTITAN_VENV)/bin/python -m pip install -qq --no-input --no-compile --no-deps \
+	   --target build/torchtitan -r $<
+	@touch $@
+
+# Of whatever ran last.
+summary:
+	@$(call SUMMARY,tests integration_tests gpu-operators gpu over-nccl)
+
+checkouts:
+	@$(PYTHON) tests/checkouts.py
 
 check: .venv
 	$(BIN)/ruff check .
@@ -119,7 +148,29 @@ WORKERS ?= 6
 FAULTS := integration_tests/joined/test_faults.py
 
 faults: .venv
-	HOLMES_TEST_FULL=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout=600 $(FAULTS) $(PYTEST_ARGS)
+	@mkdir -p $(RESULTS)
+	export HOLMES_TEST_FULL=1; $(call PYTEST,$(BIN)/python,faults) -n $(WORKERS) --dist worksteal $(FAULTS) $(PYTEST_ARGS)
+
+# Everything that a landing leaves out. What fails does not end the rest; the summary comes last.
+NIGHTLY := test gpu mutants old-versions
+
+nightly: tools .venv
+	@rm -rf $(RESULTS)
+	@failed=; for part in $(NIGHTLY); do \
+	    HOLMES_TEST_FULL=1 make --no-print-directory $$part SUMMARIZE=no || failed="$$failed $$part"; \
+	done; \
+	make --no-print-directory summary; \
+	test -z "$$failed" || { echo "make nightly: failed:$$failed" >&2; exit 1; }
+
+# Breaks the code of joined jobs in many ways, and fails where their tests do not notice.
+mutants: .venv
+	HOLMES_TEST_FULL=0 $(BIN)/python integration_tests/joined/mutants.py
+
+# Of the rows of `make matrix`; an environment for each, which goes afterwards.
+OLD_VERSIONS ?= deepspeed 0.16.9,megatron-core 0.12.3
+
+old-versions: tools .venv
+	HOLMES_TEST_FULL=0 $(BIN)/python benchmarks/matrix.py --scenes "$(OLD_VERSIONS)" --parts few $(if $(TORCH_ARGS),--pip "$(TORCH_ARGS)")
 
 .venv: $(STAMP)
 

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 
+pytest_plugins = ["selection"]  # tests/selection.py: which exhaustive tests run
 
 def pytest_collection_finish(session):
     """Else each garbage collection looks at all that tests have imported, which takes up to a second."""

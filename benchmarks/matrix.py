@@ -62,7 +62,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 PARTS = ("check", "tests", "lab", "nccl")
 #: What the tests need beside a row's packages.
 TOOLS = ("wrapt", "packaging", "rich", "psutil", "scipy", "matplotlib", "prometheus_client", "numpy",
-         "setuptools", "wheel", "pybind11", "pytest", "pytest-timeout", "pytest-rerunfailures")
+         "setuptools", "wheel", "pybind11", "six", "regex", "pytest", "pytest-timeout",
+         "pytest-rerunfailures")
 CHECKOUTS = {"Megatron-DeepSpeed": "Megatron-DeepSpeed", "source": "Megatron-LM"}
 
 
@@ -77,6 +78,11 @@ def missing(row: Row) -> str:
 
 def folder_of(row: Row) -> Path:
     return ROOT / "build" / "matrix" / re.sub(r"\W+", "-", row.name)
+
+
+def torchtitan_of(row: Row) -> Path:
+    """Return the folder in which the row's torchtitan is installed."""
+    return folder_of(row) / "torchtitan"
 
 
 def environment(row: Row, pip: list[str], slim: bool) -> Path:
@@ -96,6 +102,9 @@ def environment(row: Row, pip: list[str], slim: bool) -> Path:
         else:
             subprocess.run([*install, row.torch, *pip], check=True)
         subprocess.run([*install, row.torch, *row.packages, *TOOLS], check=True, env=no_compiling)
+        if row.torchtitan:
+            apart = [*install, "--no-deps", "--target", str(torchtitan_of(row))]
+            subprocess.run([*apart, *row.torchtitan], check=True)
         lay_out(row, folder)
         subprocess.run([python, "-c", "import torch"], check=True)
     else:
@@ -133,8 +142,10 @@ def lay_out(row: Row, folder: Path) -> None:
 
 def run(row: Row, python: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     source_env = {"HOLMES_CHECKOUTS": str(python.parents[1] / "checkouts")} if row.source else {}
-    environ = {**os.environ, **source_env, "PATH": f"{python.parent}:{os.environ['PATH']}",
-               "DS_ACCELERATOR": "cpu", **more}
+    titan_env = {"HOLMES_TEST_TORCHTITAN": str(torchtitan_of(row))} if row.torchtitan else {}
+    # "0": no exhaustive tests, of which each commit would try others
+    environ = {"HOLMES_TEST_FULL": "0", **os.environ, **source_env, **titan_env, "DS_ACCELERATOR": "cpu",
+               "PATH": f"{python.parent}:{os.environ['PATH']}", **more}
     return subprocess.run([str(python), *arguments], cwd=ROOT, capture_output=True, text=True, env=environ)
 
 

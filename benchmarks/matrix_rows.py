@@ -16,6 +16,7 @@ class Row:
     `packages`. source: a tag or branch of Megatron-LM's, from the clone of tests/checkouts.py. features: the
     distributions whose features are counted. tests: files and options of pytest. lab: of SCENES. nccl: tests
     over NCCL on emulated GPUs, whose runtime is CUDA 13's. kind: the table that the row stands in.
+    torchtitan: packages for a folder of their own (requirements/torchtitan.txt says why).
     """
 
     name: str
@@ -29,6 +30,7 @@ class Row:
     few: tuple[str, ...] = ()
     lab: tuple[str, ...] = ()
     nccl: tuple[str, ...] = ()
+    torchtitan: tuple[str, ...] = ()
 
     def __post_init__(self):
         assert "," not in self.name, f"{self.name}: --scenes (ROWS of make matrix) is split at commas"
@@ -60,9 +62,11 @@ FEW_MEGATRON = ("integration_tests/megatron/test_core.py", "-k",
 #: Of a pair of versions: what one framework can break of another; and the engines' losses alone.
 FEW_PAIR = (FEW_DEEPSPEED[0], "integration_tests/megatron/test_core.py", SCRIPT_TESTS[-1])
 PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py", *SCRIPT_TESTS)
-#: What a version that nobody knows breaks first, in some minutes.
-NEXT_TESTS = ("tests/patches", "integration_tests/deepspeed/test_overlap.py",
-              "integration_tests/megatron/test_core.py")
+#: Tests that new versions are likely to break: the patches, each row of README's table, and the unmodified
+#: pretrain_gpt.py of both Megatrons.
+NEXT_TESTS = ("tests/patches", "integration_tests/rows", "integration_tests/megatron_deepspeed",
+              "integration_tests/megatron/test_megatron_lm.py", "integration_tests/megatron/test_core.py",
+              "integration_tests/deepspeed/test_overlap.py")
 OLD, MIDDLE, TODAY = (
     ("transformers==4.51.3", "accelerate==1.6.0"), ("transformers==4.57.1", "accelerate==1.11.0"),
     ("transformers==5.23.0", "accelerate==1.15.0"),
@@ -129,6 +133,12 @@ ROWS = {row.name: row for row in (
     _pretrain("0.18.9", "torchvision==0.16.0"),
     _pretrain("0.19.8"),
 )}
+#: torchtitan with the packages of requirements/torchtitan.txt, and two that it requires since 0.3.
+NEXT_TORCHTITAN = (
+    "torchtitan", "torchdata", "datasets", "pyarrow", "pandas", "python-dateutil", "dill", "multiprocess",
+    "xxhash", "tyro", "docstring_parser", "typeguard", "tensorboard", "tensorboard-data-server", "absl-py",
+    "grpcio", "Markdown", "protobuf", "Werkzeug", "spmd_types", "torch_checkpointing",
+)  # fmt: skip
 #: The newest of everything, whatever it is: `make matrix NEXT=1`.
 NEXT = Row("next", "next", ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning"), "torch",
-           features=ALL, tests=NEXT_TESTS)
+           features=ALL, tests=NEXT_TESTS, torchtitan=NEXT_TORCHTITAN)

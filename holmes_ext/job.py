@@ -99,8 +99,8 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
         options: As the flags of these names: cluster="c.toml", sizes="pipeline=2", ...
 
     Raises:
-        HolmesError: Bad input; torch.distributed is initialized already (the ranks are fixed by then); holmes
-        is on.
+        HolmesError: The input is bad, torch.distributed is initialized already (the ranks are fixed by
+            then), or holmes is on.
     """
     if session.active() is not None:
         raise HolmesError("holmes is already active in this process; call disable() first")

@@ -20,7 +20,8 @@ VARIABLES = {
     "HOLMES_JOIN_TOKEN_FILE": "a file that holds it",
     "HOLMES_JOIN_PORT": "the port on which local rank 0 listens for joined jobs; rank n takes the n-th after "
                         "it",
-    "HOLMES_NCCL_SOURCE": "a checkout of NCCL, or its archive, for `holmes lab run --gpu`",
+    "HOLMES_NCCL_SOURCE": "a checkout of NCCL, or its archive, for `holmes lab run --gpu` "
+                          "(default: ~/.cache/holmes_ext/nccl)",
     "HOLMES_GPU_CACHE": "where the libraries of the emulated GPU are kept (default: ~/.cache/holmes_ext/gpu)",
     "HOLMES_GPU_COMPILE": "off: torch.compile does nothing on emulated GPUs; else it traces and generates no "
                           "code",

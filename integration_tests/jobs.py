@@ -14,6 +14,8 @@ from types import MappingProxyType
 import pytest
 from carriers import EMULATED, LESS_MEMORY, ON_GPUS, PHYSICAL, gpus
 from packaging.version import Version
+from selection import full as full
+from selection import some as some
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.lab import Lab, interleave
@@ -22,22 +24,15 @@ from holmes_ext.lab.gpu.watcher import Watcher, wait_watched
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration_tests" / "scripts"
 CLUSTER = ROOT / "examples" / "clusters" / "two_clusters_4.toml"
+#: All exhaustive tests run, over NCCL the others, too.
 FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
 #: How frameworks are told which device there is, and not to compile for it.
 FRAMEWORKS = {"DS_ACCELERATOR": "cuda" if ON_GPUS else "cpu", "DS_BUILD_OPS": "0"}
 if ON_GPUS:
     FRAMEWORKS |= LESS_MEMORY
-#: Of a test or a case that costs more than it adds to each CI run.
-full = pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
 #: Of a test that the short run over NCCL has, too (HOLMES_TEST_CARRIER=nccl); with HOLMES_TEST_FULL=1 it has
 #: all.
 over_nccl = pytest.mark.over_nccl
-
-
-def some(cases, *chosen):
-    """All cases; without HOLMES_TEST_FULL=1 only the chosen ones run."""
-    assert set(chosen) <= set(cases), set(chosen) - set(cases)
-    return [case if case in chosen else pytest.param(case, marks=full) for case in cases]
 
 
 class LabOf:

@@ -46,6 +46,7 @@ def test_what_crosses_is_the_least_possible(runs):
 
 
 @over_nccl
+@pytest.mark.row("a plain torch loop")
 def test_losses_are_the_flat_ring_s(runs):
     flat, two_levels = runs["flat"][0], runs["two levels"][0]
     assert len(flat) == 11 and same(flat, two_levels, 1e-5)

@@ -42,9 +42,9 @@ def assert_planned(two_clusters, lines, sent):
 
 @pytest.mark.parametrize(
     "how",
-    some(["flag", "flag without a file", "HOLMES=1", "python -m holmes_ext", "enable()",
-          "mpirun's variables"],
-         "flag", "HOLMES=1", "enable()"),
+    [*some(["flag", "flag without a file", "enable()", "mpirun's variables"], "flag", "enable()"),
+     pytest.param("HOLMES=1", marks=pytest.mark.row("a launcher that takes no flags")),
+     pytest.param("python -m holmes_ext", marks=pytest.mark.row("a Python that ignores .pth files"))],
 )
 def test_every_way_to_switch_on(two_clusters, tmp_path, how):
     before = two_clusters.lab.counters()

@@ -76,8 +76,8 @@ def _first_messages(module):
     if own is None:  # 2.8
         return
 
-    def of_one_type(self):
-        ops = own(self)
+    def of_one_type(self, *args, **kwargs):
+        ops = own(self, *args, **kwargs)
         for op in ops:
             op.tensor = op.tensor.float()
         return ops

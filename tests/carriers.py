@@ -43,8 +43,8 @@ LESS_MEMORY = {"NCCL_MAX_P2P_NCHANNELS": "4", "NCCL_BUFFSIZE": str(1 << 18)} if 
 #: No rank may begin to use the GPU before it is forked.
 NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: Of what is gloo's or the CPU's own, and of what NCCL alone has.
-gloo_only = pytest.mark.skipif(ON_GPUS, reason="gloo's or the CPU's own")
-gpu_only = pytest.mark.skipif(not ON_GPUS, reason="HOLMES_TEST_CARRIER=nccl")
+gloo_only = pytest.mark.skipif(ON_GPUS, reason="runs over gloo alone: make test")
+gpu_only = pytest.mark.skipif(not ON_GPUS, reason="runs over NCCL alone: make gpu")
 
 
 @dataclass(frozen=True)

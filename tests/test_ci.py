@@ -1,5 +1,5 @@
-""".ci/run where apt brings a browser and the launchers, and pip a CUDA build of torch, and where they cannot:
-the run goes on, and says so in a line."""
+""".ci/run where apt brings a browser and the launchers, pip a CUDA build of torch and git the checkouts, and
+where they cannot: the run goes on, and says so in a line."""
 
 import shutil
 import subprocess
@@ -7,12 +7,14 @@ import subprocess
 import pytest
 from test_docs import ROOT
 
-TOOLS = ("bash", "cat", "chmod", "dirname", "mkdir", "rm", "tail", "timeout", "touch")
+TOOLS = ("bash", "cat", "chmod", "dirname", "grep", "mkdir", "rm", "sleep", "tail", "timeout", "touch")
 THERE = ("git", "g++", "python3", "tc", "ip", "unshare")
 LAUNCHERS = ("slurmctld", "slurmd", "munged", "mpirun", "pdsh", "ssh", "sshd")
 WHY = "; E: Unable to locate package"
 BROWSER = f".ci/run: apt brought no chromium-headless-shell: the browser tests are skipped{WHY}"
 SLURM = f".ci/run: apt brought no slurm-wlm munge: the tests of real launchers are skipped{WHY}"
+INSTALL = ("make .venv", "make check", "make docs")
+END = ("make unit", "make summary")
 FAILS = "echo 'E: Unable to locate package' >&2; exit 100"
 NO_TORCH = (
     ".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make unit), as pip brought no CUDA build of"
@@ -68,17 +70,32 @@ def run(tmp_path):
 ])
 def test_what_apt_cannot_bring_is_told(run, tmp_path, apt, there, said, asked):
     bring_torch(tmp_path)
-    assert run(apt, there) == ["make .venv", "make check", *said, "make test", "make gpu", "make unit"]
+    assert run(apt, there) == [*INSTALL, *said, "make test", "make gpu", *END]
     assert (tmp_path / "asked").read_text().split() == ["update", "install"] * asked
 
 
 def test_a_torch_that_pip_cannot_bring_is_told(run):
     lines = run(make='[ "$1" != .venv-gpu ] || { echo "ERROR: no matching distribution" >&2; exit 2; }')
-    assert lines == ["make .venv", "make check", "make test", NO_TORCH, "make unit"]
+    assert lines == [*INSTALL, "make test", NO_TORCH, *END]
 
 
-@pytest.mark.parametrize("room", ["unit", "test", "gpu"])
+def test_a_checkout_that_git_cannot_bring_is_told(run, tmp_path):
+    bring_torch(tmp_path)
+    line = "Megatron-LM: MISSING (Could not resolve host): put a checkout into /cache"
+    lines = run(make=f'[ "$1" != checkouts ] || {{ echo "{line}"; echo "NCCL: found"; exit 2; }}')
+    assert lines == [*INSTALL, line, "make test", "make gpu", *END]
+
+
+def test_emulated_gpus_are_built_from_the_nccl_that_was_cloned(run, tmp_path):
+    bring_torch(tmp_path)
+    run(make='echo "$1" >>order; [ "$1" != checkouts ] || { sleep 1; echo cloned >>order; }')
+    order = (tmp_path / "order").read_text().splitlines()
+    assert order.index(".venv-gpu") < order.index("cloned") < order.index("gpu-libraries")
+
+
+@pytest.mark.parametrize("room", ["docs", "unit", "test", "gpu"])
 def test_a_room_that_fails_fails_all_and_ends_no_other(run, tmp_path, room):
     bring_torch(tmp_path)
     lines = run(make=f'[ "$1" != {room} ] || exit 2', status=2)
-    assert lines[-3:] == ["make test", "make gpu", "make unit"]
+    assert lines.count("make docs") == (2 if room == "docs" else 1)
+    assert lines[-4:] == ["make test", "make gpu", *END]

@@ -26,7 +26,8 @@ def test_second_tries_are_named_last(tmp_path):
     pytest.importorskip("pytest_rerunfailures")
     shutil.copy(ROOT / "conftest.py", tmp_path)
     (tmp_path / "test_it.py").write_text(FLAKY)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--reruns", "1", "test_it.py"]
+    plugins = ["-p", "no:cacheprovider", "-o", f"pythonpath={ROOT / 'tests'}"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--reruns", "1", "test_it.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     *_, head, last = done.stdout.splitlines()

@@ -2,18 +2,42 @@
 shows."""
 
 import importlib.util
+import os
 import re
 
 import pytest
 
+from holmes_ext.errors import HolmesError
+from holmes_ext.lab.rights import program
 from integration_tests.jobs import ROOT, full
 
 SPEC = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
 generate = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(generate)
 PAGES = [page for page in generate.pages() if "<!-- lab -->" in page.read_text()]
-#: What a page needs besides .venv.
-NEEDS = {"trainer.md": ("transformers",), "lightning.md": ("lightning", "transformers")}
+#: Python packages that a page needs, besides those of .venv.
+NEEDED_PACKAGES = {"trainer.md": ("transformers",), "lightning.md": ("lightning", "transformers")}
+#: Programs that `holmes lab run --launcher NAME` needs, besides those of every lab.
+NEEDED_PROGRAMS = {
+    "srun": ("slurmctld", "slurmd", "munged", "srun", "sinfo"),
+    "mpirun": ("mpirun", "sshd", "ssh", "ssh-keygen"),
+}
+
+
+def skip_without_requirements(page):
+    """Skip the test if a package, a program or a right is missing that the commands of `page` need."""
+    for package in NEEDED_PACKAGES.get(page.name, ()):
+        pytest.importorskip(package)
+    for launcher in re.findall(r"--launcher (\w+)", page.read_text()):
+        if launcher not in NEEDED_PROGRAMS:
+            continue
+        if os.getuid() != 0:
+            pytest.skip(f"--launcher {launcher} needs root")
+        for name in NEEDED_PROGRAMS[launcher]:
+            try:
+                program(name)
+            except HolmesError as error:
+                pytest.skip(str(error))
 
 
 def kinds(text):
@@ -28,13 +52,24 @@ def kinds(text):
 @full
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_jobs_print_what_the_page_shows(page, tmp_path):
-    for package in NEEDS.get(page.name, ()):
-        pytest.importorskip(package)
+    skip_without_requirements(page)
     seen = list(generate.in_lab(page.read_text(), tmp_path))
     assert seen
     for command, shown, printed in seen:
         missing = kinds(shown) - kinds(printed)
         assert shown.strip() and not missing, (command, missing, printed)
+
+
+@pytest.mark.parametrize("launcher", NEEDED_PROGRAMS)
+def test_a_page_is_skipped_without_the_programs_of_its_launcher(launcher, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(f"    holmes lab run --cluster c.toml --launcher {launcher} -- python train.py\n")
+    monkeypatch.setattr("os.getuid", lambda: 0)
+    monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda name, path: f"/usr/bin/{name}")
+    skip_without_requirements(page)
+    monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda name, path: None)
+    with pytest.raises(pytest.skip.Exception, match="is missing; apt-get install"):
+        skip_without_requirements(page)
 
 
 def test_what_no_longer_fits_is_seen():

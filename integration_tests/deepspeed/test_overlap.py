@@ -25,7 +25,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
 from holmes_ext.runtime.start.launcher import Process
-from integration_tests.jobs import FULL, some
+from integration_tests.jobs import some
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
@@ -88,7 +88,7 @@ SCENES = {
         1e-6,
     ),
 }
-#: What is trained without HOLMES_TEST_FULL=1.
+#: What is trained in each landing.
 CHOSEN = ("fp32", "fp32 tied", "fp32 tied, held until the backward has ended", "fp32 clipping",
           "fp32 checkpointing", "fp32 unused", "fp32 ZeRO 1", "bf16", "fp16", "fp32 ZeRO 1 tied, clipping",
           "bf16 ZeRO 1", "bf16 ZeRO 1 tied, clipping", "fp16 ZeRO 1, overflows skipped")
@@ -213,8 +213,11 @@ def compare_scenes(rank, names):
 
 
 @pytest.fixture(scope="module")
-def results():
-    return run_scenes(compare_scenes, 4, list(SCENES if FULL else CHOSEN), timeout_s=480)
+def results(request):
+    """Of the scenes of the tests that run, and of the first one, which all others are compared with."""
+    names = {item.callspec.params["name"] for item in request.session.items
+             if item.module is request.module and hasattr(item, "callspec")}
+    return run_scenes(compare_scenes, 4, [name for name in SCENES if name in {"fp32", *names}], timeout_s=480)
 
 
 @pytest.mark.parametrize("name", some(SCENES, *CHOSEN))

@@ -36,6 +36,7 @@ def measured(clusters, log, *flags, **more):
                    for node, nics in clusters.sent(before).items()}
 
 
+@pytest.mark.row("DeepSpeed's pipeline engine")
 @pytest.mark.parametrize("flags", [
     pytest.param(("--stages", "2"), id="fp32"),
     pytest.param(("--stages", "2", "--zero", "1", "--dtype", "bf16"), id="ZeRO 1 bf16",

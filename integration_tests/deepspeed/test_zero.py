@@ -160,6 +160,7 @@ def results():
     return run_scenes(compare_scenes, 4, list(SCENES), timeout_s=480)
 
 
+@pytest.mark.row("DeepSpeed's ZeRO 0 to 3")
 @pytest.mark.parametrize("name", SCENES)
 def test_losses_are_stock_s(results, name):
     _, _, tolerance, in_two_levels = SCENES[name]

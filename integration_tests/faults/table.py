@@ -97,7 +97,7 @@ class Fault:
     gone: tuple[int, ...] = ()
     silent: tuple[str, ...] = ()  # patterns that no line may match
     within_s: float = 120.0
-    default: bool = True  # part of the CI run; the others with HOLMES_TEST_FULL=1
+    default: bool = True  # part of each landing; of the others a tenth
 
     @property
     def grace_s(self) -> float:

@@ -14,7 +14,7 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from integration_tests.faults.table import FAULTS, OTHER_NAMES, Changes, Fault, renamed
-from integration_tests.jobs import CLUSTER, FULL, said
+from integration_tests.jobs import CLUSTER, full, said
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 PRELOAD = ("torch", "holmes_ext.job", "holmes_ext.patches.engine.registry",
@@ -25,8 +25,9 @@ OVER_NCCL = ("unreachable on its fast NIC alone", "a fast NIC without link", "ca
              "cable pulled and back in time", "killed in a reduction")
 #: tiny.py switches holmes on by itself: the lab takes it for a stock job, and would take its fast NICs away.
 STARTED_LATER = {"NCCL_IB_DISABLE": "0", "NCCL_SOCKET_IFNAME": ""} if ON_GPUS else None
-CHOSEN = [fault for fault in FAULTS if fault.default or FULL] if not ON_GPUS else [
-    fault for fault in FAULTS if fault.name in OVER_NCCL]
+CHOSEN = FAULTS if not ON_GPUS else [fault for fault in FAULTS if fault.name in OVER_NCCL]
+CASES = [pytest.param(fault, id=fault.name, marks=() if fault.default or ON_GPUS else full)
+         for fault in CHOSEN]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def happen(two_clusters, fault: Fault, plan: str):
     return result, [line for lines in result.lines.values() for _, line in lines]
 
 
-@pytest.mark.parametrize("fault", CHOSEN, ids=[fault.name for fault in CHOSEN])
+@pytest.mark.parametrize("fault", CASES)
 def test_fault(two_clusters, plan, fault):
     result, lines = happen(two_clusters, fault, plan)
     told = "\n".join(lines)

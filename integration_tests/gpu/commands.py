@@ -2,7 +2,7 @@
 gloo.
 
     Megatron-LM, Megatron-DeepSpeed    tests/checkouts.py says where they are
-    build/torchtitan                   make stacks
+    build/torchtitan                   make torchtitan
 
 What lets Megatron-LM and torchtitan train on CPUs (examples/megatron_core/on_cpu,
 integration_tests/torchtitan_cpu) is in the CPU's runs only.

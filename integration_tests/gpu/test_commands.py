@@ -1,6 +1,6 @@
 """Users' training commands on emulated GPUs: the losses of the same commands on CPUs and gloo.
 
-HOLMES_TEST_FULL=1: on 2 + 2 nodes with 2 GPUs each (8 ranks, tensor 2 with Megatron), else on 1 + 1 (4
+With HOLMES_TEST_FULL=1 on 2 + 2 nodes with 2 GPUs each (8 ranks, tensor 2 with Megatron), else on 1 + 1 (4
 ranks), as on one physical GPU.
 """
 
@@ -41,7 +41,7 @@ COMMANDS = {
     "Megatron-LM": megatron_lm,
     **{f"Megatron-DeepSpeed, ZeRO {zero}": megatron_deepspeed(zero) for zero in (0, 1)},
     **({f"torchtitan, {way}": torchtitan(way) for way in ("HSDP", "1F1B")}
-       if commands.INSTALLED.is_dir() else {}),  # make stacks
+       if commands.INSTALLED.is_dir() else {}),  # make torchtitan
 }
 
 

@@ -1,16 +1,16 @@
 """NCCL's numbers on emulated GPUs by number of ranks, channels, type and size; and what else happens to
 communicators.
 
-A sample always; HOLMES_TEST_FULL=1: 2 to 8 ranks, 1 to 4 channels, all types, 1 element to 64 MB.
+A sample always; exhaustive: 2 to 8 ranks, 1 to 4 channels, all types, 1 element to 64 MB.
 """
 
-import os
 from pathlib import Path
 
 import pytest
 
+from integration_tests.jobs import full
+
 HERE = Path(__file__).parent
-FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
 MOST = 1 << 24  # elements of float32: 64 MB
 
 #: ranks -> the nodes and processes of each
@@ -34,14 +34,14 @@ def test_three_channels_among_three_nodes(lab):
     numbers(lab, 3, 3, 4099, "float32,bfloat16,int32")
 
 
-@pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
+@full
 @pytest.mark.parametrize("ranks", list(PLACES))
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_ranks_and_channels(lab, ranks, channels):
     numbers(lab, ranks, channels, 65536, "float32,bfloat16,float16,int32,int64,uint8")
 
 
-@pytest.mark.skipif(not FULL, reason="HOLMES_TEST_FULL=1")
+@full
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_large_ones(lab, ranks, kind):

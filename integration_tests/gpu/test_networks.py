@@ -1,6 +1,5 @@
 """Which network NCCL takes on an emulated cluster, and which NICs carry its bytes."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -47,8 +46,8 @@ def test_inside_a_node_no_nic_carries_anything(lab):
 
 @pytest.mark.parametrize("algorithm", ["Ring", "Tree"])
 @pytest.mark.parametrize("protocol", ["Simple", "LL", "LL128"])
-def test_numbers_of_torch_over_nccl(lab, algorithm, protocol):
+def test_numbers_of_torch_over_nccl(lab, algorithm, protocol, exhaustive):
     """All types; across the network and inside nodes."""
-    largest = "65536" if os.environ.get("HOLMES_TEST_FULL") == "1" else "1000"
+    largest = "65536" if exhaustive else "1000"
     right(lab.run(NUMBERS, "--largest", largest, order="a0,a1",
                   env={"NCCL_ALGO": f"allreduce:{algorithm}", "NCCL_PROTO": protocol}))

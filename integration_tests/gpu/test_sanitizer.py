@@ -9,7 +9,7 @@ from carriers import PHYSICAL
 
 from holmes_ext.lab.joined import TOKEN, coordinator, join_flags
 from integration_tests.gpu.commands import FOUR_RANKS
-from integration_tests.jobs import FULL, ON_CPU, ROOT, SIZE, TRAIN, full
+from integration_tests.jobs import ON_CPU, ROOT, SIZE, TRAIN, full, some
 
 EXAMPLES = ROOT / "examples"
 SMALL = "--layers 4 --hidden 32 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 4 --steps 4".split()
@@ -37,7 +37,7 @@ def check(ran):
     assert ran.races == []
 
 
-@pytest.mark.parametrize("job", JOBS if FULL else ["plain torch"])
+@pytest.mark.parametrize("job", some(JOBS, "plain torch"))
 @pytest.mark.parametrize("late", [False, True], ids=["sanitizer", "random order"])
 def test_no_race_is_reported(lab, gpus, job, late):
     if late and PHYSICAL:

@@ -5,7 +5,7 @@ import pytest
 from clusters import spec
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.joined import coordinator, join_flags, start
+from holmes_ext.lab.joined import await_, coordinator, join_flags, start
 from holmes_ext.lab.lab import Lab
 from integration_tests.jobs import full
 
@@ -22,9 +22,13 @@ def train(directory, cut, *flags):
             for node, other in (("a0", "b0"), ("b0", "a0")):
                 address = next(one.address for one in lab.nodes if one.name == other)
                 lab.configure(node, f"route add blackhole {address}/32")
-        jobs = [start(lab, name, [node], [*join_flags(name, where, OUTER), *flags], STEPS, seed,
-                      directory / f"{name}.jsonl")
-                for seed, (name, node) in enumerate((("east", "a0"), ("west", "b0")), 1)]  # fmt: skip
+        jobs = []
+        for seed, (name, node) in enumerate((("east", "a0"), ("west", "b0")), 1):
+            all_flags = [*join_flags(name, where, OUTER), *flags]
+            jobs.append(start(lab, name, [node], all_flags, STEPS, seed, directory / f"{name}.jsonl"))
+            # All jobs begin with the weights of the first one to join, which must be the same in each run.
+            joined = f"job {name} is here"
+            await_(lambda joined=joined: any(joined in line for line in told), 120, joined)
         for job in jobs:
             job.wait()
         return [[step["loss"] for step in job.steps()] for job in jobs], list(told)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.lab import state
-from integration_tests.jobs import FULL, some
+from integration_tests.jobs import full
 from integration_tests.launchers import commands, examples  # noqa: F401  more cases
 from integration_tests.launchers.bench import Bench
 from integration_tests.launchers.cases import CASES, hostfile
@@ -25,12 +25,12 @@ SIDE_BY_SIDE = 6
 FIRST = ("time_limit", "srun_node_goes_down", "mpirun_sigterm", "holmes_lab_run", "scontrol_requeue",
          "holmes_doctor_over_an_allocation", "example_sizes", "example_trainer", "example_deepspeed",
          "example_megatron_lm", "example_mpi")
-#: What runs with HOLMES_TEST_FULL=1 only: of examples/schedulers/, one job after the other, all but one;
+#: Exhaustive: of examples/schedulers/, one job after the other, all but one;
 #: other ways to lay out the same ranks.
 LONGER = {*(name for name in CASES if name.startswith("example_") and name != "example_mpi"),
           "srun_one_rank_a_node", "srun_cyclic", "srun_plane", "srun_heterogeneous", "mpirun_by_node",
           "deepspeed_include"}
-CHOSEN = [name for name in CASES if FULL or name not in LONGER]
+CHOSEN = [name for name in CASES if name not in LONGER]
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,
@@ -50,13 +50,22 @@ def running(request, tmp_path_factory):
     names = [item.callspec.params["name"] for item in request.session.items
              if item.module is request.module
              and "name" in getattr(getattr(item, "callspec", None), "params", ())]
-    chosen = [name for name in dict.fromkeys((*FIRST, *names))
-              if name in names and name in CHOSEN]
+    chosen = [name for name in dict.fromkeys((*FIRST, *names)) if name in names]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in chosen}
 
 
-@pytest.mark.parametrize("name", some(CASES, *CHOSEN))
+#: Rows of README's table: what a case begins with.
+LAUNCHERS = ("torchrun", "srun", "mpirun", "deepspeed")
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    launcher = name.partition("_")[0]
+    marks = [pytest.mark.row(launcher)] if launcher in LAUNCHERS else []
+    return marks if name in CHOSEN else [*marks, full]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_launch(running, name, tmp_path):
     """What the pool made of it; again (--reruns) from the start."""
     future = running.pop(name, None)
@@ -72,10 +81,9 @@ def test_nothing_is_left(running, of_others):
     assert left(of_others) == []
 
 
-def test_starts_and_stops_leave_nothing(tmp_path, of_others):
-    """50 labs, every other one with Slurm and with sshd and mpirun; without HOLMES_TEST_FULL=1 one of
-    each."""
-    for number in range(50 if FULL else 2):
+def test_starts_and_stops_leave_nothing(tmp_path, of_others, exhaustive):
+    """50 labs, every other one with Slurm and with sshd and mpirun; as a sample one of each."""
+    for number in range(50 if exhaustive else 2):
         folder = tmp_path / str(number)
         folder.mkdir()
         with Bench(folder, ("slurm",) if number % 2 else ("ssh",)) as bench:

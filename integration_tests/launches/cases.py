@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from unittest import mock
 import random_sites
 import torch.distributed as dist
 from launches import Log, recorded
+from ranks import run_ranks
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
@@ -31,6 +32,7 @@ from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.start.launcher import Process
 
 GB = 10**9
+SEEDS_PER_LAUNCH = 5
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,22 @@ class CaseResult:
     log: Log
     losses: list[float]
     used: frozenset[str]
+
+
+def run_in_batches(of_rank: Callable[..., list[Any]], world: int, seeds: Sequence[int],
+                   *args: Any) -> list[list[Any]]:
+    """Return each rank's results of `of_rank(rank, world, seeds, *args)`, a few seeds in each launch.
+
+    gloo keeps a thread for each process group, which wakes 100 times a second. With the groups of 15 cases in
+    each of 8 processes, these threads would use up both cores of a small machine.
+    """
+    results: list[list[Any]] = [[] for _ in range(world)]
+    for start in range(0, len(seeds), SEEDS_PER_LAUNCH):
+        batch = seeds[start:start + SEEDS_PER_LAUNCH]
+        found = run_ranks(of_rank, world, world, batch, *args, timeout_s=580)
+        for result, found_by_rank in zip(results, found, strict=True):
+            result.extend(found_by_rank)
+    return results
 
 
 def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) -> CaseResult:

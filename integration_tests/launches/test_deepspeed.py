@@ -10,17 +10,16 @@ import os
 
 import pytest
 from launches import faults
-from ranks import run_ranks
 
 from integration_tests.jobs import full
-from integration_tests.launches.cases import case, outcome
+from integration_tests.launches.cases import case, outcome, run_in_batches
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
 
 WIDTH, LAYERS, STEPS, MICRO_BATCHES = 16, 9, 4, 4
 FEATURES = ["overlap", "two-level", "deepspeed-p2p", "deepspeed-grid-check", "deepspeed-edges"]
-#: Of a launch of processes, which run one case after the other.
+#: Seeds of the cases, by the number of processes.
 PIPELINES = {world: range(100 * world, 100 * world + 15) for world in (4, 6, 8)}
 ZEROS = {world: range(100 * world + 50, 100 * world + 60) for world in (4, 6)}
 
@@ -115,7 +114,7 @@ def check(results, seeds):
 @pytest.mark.parametrize("world", [pytest.param(world, marks=full) for world in (4, 6, 8)])
 def test_pipelines(world):
     seeds = PIPELINES[world]
-    used = check(run_ranks(of_rank, world, world, seeds, pipeline_losses, timeout_s=500), seeds)
+    used = check(run_in_batches(of_rank, world, seeds, pipeline_losses), seeds)
     assert all(sum(name in one for one in used) >= 2
                for name in ("overlap", "two levels", "pairs", "edges")), used
 
@@ -123,5 +122,5 @@ def test_pipelines(world):
 @pytest.mark.parametrize("world", [pytest.param(world, marks=full) for world in (4, 6)])
 def test_zero(world):
     seeds = ZEROS[world]
-    used = check(run_ranks(of_rank, world, world, seeds, zero_losses, timeout_s=500), seeds)
+    used = check(run_in_batches(of_rank, world, seeds, zero_losses), seeds)
     assert any("two levels" in one for one in used), used

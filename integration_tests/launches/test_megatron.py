@@ -13,10 +13,9 @@ import sys
 
 import pytest
 from launches import faults
-from ranks import run_ranks
 
 from integration_tests.jobs import ROOT, full
-from integration_tests.launches.cases import case, outcome
+from integration_tests.launches.cases import case, outcome, run_in_batches
 
 pytest.importorskip("megatron.core")
 
@@ -62,11 +61,7 @@ def of_rank(rank, world, seeds):
 @pytest.mark.parametrize("world", [pytest.param(world, marks=full) for world in (4, 6, 8)])
 def test_megatron(world):
     seeds, used = SEEDS[world], []
-    results = [[] for _ in range(world)]
-    # gloo's threads of all groups pile up
-    for few in (seeds[start:start + 5] for start in range(0, len(seeds), 5)):
-        for result, more in zip(results, run_ranks(of_rank, world, world, few, timeout_s=580), strict=True):
-            result.extend(more)
+    results = run_in_batches(of_rank, world, seeds)
     for number, seed in enumerate(seeds):
         of_ranks = {rank: result[number] for rank, result in enumerate(results)}
         logs = {rank: found.log for rank, (found, _) in of_ranks.items()}

@@ -1,7 +1,8 @@
 """megatron-core on two emulated clusters: the losses are stock's under every split, and what need not cross
 does not.
 
-A launch costs most of the time, so one launch trains all splits; HOLMES_TEST_FULL=1 adds the heavier ones.
+A launch costs most of the time, so one launch trains several splits. Each test has two cases: some splits,
+and all, which are exhaustive and chosen together.
 """
 
 import json
@@ -16,7 +17,6 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from integration_tests.jobs import (
-    FULL,
     ONE_AT_A_TIME,
     SCRIPTS,
     WAITS,
@@ -48,10 +48,10 @@ SPLITS = {
         "--pipeline 2 --virtual-pipeline 2 --distributed-optimizer --instances 2 --order tp-cp-ep-pp-dp"
         " --micro-batches 4 --steps 3",
 }
-#: Over NCCL: the first two, with HOLMES_TEST_FULL=1 all. (A communicator takes 100 MB of this machine's
+#: Over NCCL: the first two, or all. (A communicator takes 100 MB of this machine's
 #: memory in each rank, and megatron-core ends none before the process does: 900 MB a split.)
 OVER_NCCL = "pipeline 2", "tensor 2 pipeline 2", "overlap", "distributed optimizer"
-#: Only with HOLMES_TEST_FULL=1: what each has alone, others have together.
+#: Only among all: what each has alone, others have together.
 LONGER = "pipeline 4", "context 2", "interleaved, each cluster an optimizer instance"
 #: Other models, whose losses are stock's but not the others'.
 OTHERS = {
@@ -81,11 +81,17 @@ HEAVY = {
 }
 
 
-@pytest.fixture(scope="module")
-def splits():
-    wanted = SPLITS | HEAVY if FULL else {name: flags for name, flags in SPLITS.items() if name not in LONGER}
+ALL_SPLITS = pytest.param(True, id="all splits", marks=full(together="all splits of megatron-core"))
+
+
+@pytest.fixture(scope="module", params=[pytest.param(False, id="some splits"), ALL_SPLITS])
+def splits(request):
     if ON_GPUS:
-        wanted = {name: SPLITS[name] for name in OVER_NCCL[: None if FULL else 2]}
+        wanted = {name: SPLITS[name] for name in OVER_NCCL[: None if request.param else 2]}
+    elif request.param:
+        wanted = SPLITS | HEAVY
+    else:
+        wanted = {name: flags for name, flags in SPLITS.items() if name not in LONGER}
     lacks = () if INSTALLED >= Version("0.15") else ("--save", "--load")  # a fully reshardable format
     lacks += () if INSTALLED >= Version("0.14") else ("--context",)  # it pins memory, which takes a GPU
     # no such key; "Invalid Transformer Engine version" where there is none
@@ -112,6 +118,7 @@ def losses_of(split):
     return [entry["loss"] for entry in split["entries"]]
 
 
+@pytest.mark.row("megatron-core")
 @over_nccl
 def test_losses_and_gradient_norms_are_stocks_under_every_split(both, splits):
     assert_stocks(both[0][0], both[1][0], splits)
@@ -149,7 +156,7 @@ def test_messages_that_come_early_hold_nothing_up(two_clusters, both, tmp_path, 
 @pytest.mark.skipif(INSTALLED < Version("0.14"), reason="its sends are no class's")
 def test_more_micro_batches_in_flight_learn_the_same(two_clusters, both, tmp_path):
     """Two more than 1F1B's."""
-    wanted = {name: SPLITS[name] for name in ("pipeline 2", "pipeline 4")}
+    wanted = {name: SPLITS[name] for name in ("pipeline 2", "pipeline 4") if name in both[0][0]}
     done, _, said = train_megatron(two_clusters, tmp_path, wanted, *two_clusters.holmes, "--holmes-inflight",
                                    "2")
     assert "megatron-edges" in said or PHYSICAL

@@ -23,6 +23,7 @@ from holmes_ext.plan.sizes import Sizes
 
 MEGATRON = find_checkout("Megatron-LM")
 pytestmark = [
+    pytest.mark.row("Megatron-LM's pretrain_gpt.py"),
     pytest.mark.skipif(MEGATRON is None, reason=why_missing("Megatron-LM")),
     pytest.mark.skipif(
         find_spec("pybind11") is None, reason="pretrain_gpt.py compiles its data helpers: pip install "

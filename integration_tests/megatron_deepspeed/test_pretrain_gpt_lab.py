@@ -1,7 +1,7 @@
 """Megatron-DeepSpeed's unmodified pretrain_gpt.py on two emulated clusters, stock and with --holmes.
 
-tests/checkouts.py says where the checkout is. HOLMES_TEST_FULL=1 runs the whole matrix; by default one
-configuration, checkpoints and bad input.
+tests/checkouts.py says where the checkout is. Each landing trains one configuration of the matrix, and a
+tenth of the others.
 """
 
 import base64
@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 from checkouts import find_checkout, why_missing
 
-from integration_tests.jobs import CLUSTER, FULL, fast
+from integration_tests.jobs import CLUSTER, fast, full, some
 from integration_tests.megatron_deepspeed.job import Checkout, holmes_lines, read_log
 
 SOURCE = find_checkout("Megatron-DeepSpeed")
 STEPS = 20
-pytestmark = pytest.mark.skipif(SOURCE is None, reason=why_missing("Megatron-DeepSpeed"))
+pytestmark = [
+    pytest.mark.row("Megatron-DeepSpeed's pretrain_gpt.py"),
+    pytest.mark.skipif(SOURCE is None, reason=why_missing("Megatron-DeepSpeed")),
+]
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 TENSOR = (*PIPELINE, "--tensor-model-parallel-size", "2")
 NO_PIPELINE = ("--no-pipeline-parallel",)
@@ -78,7 +81,7 @@ def train(checkout, two_clusters, *flags, steps=STEPS, env=None, **more):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("case", MATRIX if FULL else DEFAULT)
+@pytest.mark.parametrize("case", some(MATRIX, *DEFAULT))
 def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_clusters, case):
     flags, zero, dtype = MATRIX[case]
     stock, stock_sent = train(checkout, two_clusters, *flags, zero=zero, dtype=dtype)
@@ -115,11 +118,16 @@ def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_cluste
             share = 0.25 if "x data 2" in case else 0.02
             assert fast(nics) > share * stock_sent[node]["eth0"], (node, nics, stock_sent[node])
     spared = sum(nics["eth0"] for nics in stock_sent.values()) - sum(nics["eth0"] for nics in sent.values())
-    assert "data 4" in case or spared > 0.9 * sum(map(fast, sent.values())), (stock_sent, sent)
+    moved = sum(map(fast, sent.values()))
+    # What fast NICs carry is spared on Ethernet. With N bytes of gradients on a rank, E of them of a tied
+    # embedding: two levels send E on fast NICs and E / 2 across, instead of E across. Then N + E are on fast
+    # NICs and N + E / 2 are spared, which is at least 3/4 of that.
+    share = 0.7 if tied else 0.9
+    assert "data 4" in case or spared > share * moved, (stock_sent, sent)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("zero", [0, 1] if FULL else [1])
+@pytest.mark.parametrize("zero", some([0, 1], 1))
 def test_checkpoints_pass_between_stock_and_holmes(checkout, two_clusters, tmp_path, zero):
     """Saved under one and resumed under the other, with the same split: exactly the losses of the run that
     was not stopped."""
@@ -151,7 +159,8 @@ def converted(line: str, checkout, folder: Path) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(checkout, two_clusters, tmp_path):
+def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
+        checkout, two_clusters, tmp_path, exhaustive):
     """Stock 2+2 -> holmes 3+1 (and others) -> stock 2+2: the losses of the run that was not stopped, in every
     printed digit.
 
@@ -171,9 +180,9 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(checkout,
     converted(line, checkout, stock)
     load = ("--load", str(stock), "--universal-checkpoint")
     resumed = {step: loss for step, loss in whole.items() if step > 3}
-    for partition in ("balanced", "speed") if FULL else ():
-        assert run(*holmes, partition, *load) == resumed, partition
-    if FULL:
+    if exhaustive:
+        for partition in ("balanced", "speed"):
+            assert run(*holmes, partition, *load) == resumed, partition
         # 4 stages leave one data-parallel rank, which adds 8 micro-batches where two ranks added 4 each
         four_stages = ("--pipeline-model-parallel-size", "4", *two_clusters.holmes)
         assert run(*four_stages, *load) == pytest.approx(resumed, abs=1e-5)
@@ -187,7 +196,8 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(checkout,
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("zero, dtype", [(0, "fp32"), (1, "fp32"), (0, "bf16")] if FULL else [(1, "fp32")])
+@pytest.mark.parametrize("zero, dtype", [(1, "fp32"), pytest.param(0, "fp32", marks=full),
+                                         pytest.param(0, "bf16", marks=full)])
 def test_overlapped_reduction_leaves_the_losses(checkout, two_clusters, zero, dtype):
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=8, zero=zero, dtype=dtype)
     ours, _ = train(checkout, two_clusters, *PIPELINE, *two_clusters.holmes, "--holmes-overlap", "on",
@@ -222,14 +232,14 @@ def launched(checkout, two_clusters, launcher, nodes, *arguments):
 
 
 @pytest.mark.timeout(1200)
-def test_started_by_other_launchers(checkout, two_clusters):
+@pytest.mark.parametrize("launcher", some(LAUNCHED, "deepspeed"))
+def test_started_by_other_launchers(checkout, two_clusters, launcher):
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=3)
-    for launcher in LAUNCHED if FULL else ("deepspeed",):
-        result = launched(checkout, two_clusters, launcher, two_clusters.order,
-                          *checkout.arguments(3, *PIPELINE, *two_clusters.holmes))
-        ours = read_log(result)
-        assert ours.losses == pytest.approx(stock.losses, abs=OTHER_ORDER), launcher
-        assert len(ours.lines) == 1 and "ranks renumbered" in ours.lines[0], (launcher, ours)
+    result = launched(checkout, two_clusters, launcher, two_clusters.order,
+                      *checkout.arguments(3, *PIPELINE, *two_clusters.holmes))
+    ours = read_log(result)
+    assert ours.losses == pytest.approx(stock.losses, abs=OTHER_ORDER)
+    assert len(ours.lines) == 1 and "ranks renumbered" in ours.lines[0], ours
 
 
 def refused(checkout, two_clusters, *flags, env=None, **more):

@@ -30,6 +30,7 @@ def train(clusters, directory, name, *flags, steps=4, command=(SCRIPT, *MODEL)):
 
 
 @over_nccl
+@pytest.mark.row("torch's pipelining")
 @pytest.mark.parametrize("way", some(list(WAYS), "breadth first"))
 def test_losses_are_stock_s(two_clusters, tmp_path, way):
     flags = WAYS[way].split()

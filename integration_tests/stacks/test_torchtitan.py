@@ -1,7 +1,7 @@
 """torchtitan's own train.py over both clusters, on CPUs (torchtitan_cpu/sitecustomize.py): HSDP, and a
 pipeline.
 
-`make stacks` installs version 0.2.2: 0.3.0 calls torch.distributed.set_timeout, which torch 2.13 does not
+`make torchtitan` installs version 0.2.2: 0.3.0 calls torch.distributed.set_timeout, which torch 2.13 does not
 have. With torch 2.15 it runs what `pip install --no-deps --target build/torchtitan torchtitan==0.3.0
 spmd_types torch_checkpointing` puts there.
 """
@@ -12,12 +12,15 @@ import sys
 import pytest
 from carriers import ON_GPUS
 
-from integration_tests.jobs import ROOT, said, same
+from integration_tests.jobs import ROOT, full, said, same
 
 pytest.importorskip("tokenizers")
 from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, write_job  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not INSTALLED.is_dir(), reason="make stacks")
+pytestmark = [
+    pytest.mark.row("torchtitan"),
+    pytest.mark.skipif(not INSTALLED.is_dir(), reason="no torchtitan in build/torchtitan: make torchtitan"),
+]
 
 #: A cache for each node of each run: ranks that make the same data set in one place at once disturb each
 #: other. (A data set "text" would be a loader of `datasets` that takes all files of the folder, those caches
@@ -48,7 +51,8 @@ def train(clusters, folder, way, *flags):
     return {int(step): loss for step, loss in found}, said(result)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [
+    pytest.param(way, marks=pytest.mark.row("HSDP") if way == "HSDP" else full) for way in WAYS])
 def test_losses_are_stock_s(two_clusters, folder, way):
     stock, _ = train(two_clusters, folder, WAYS[way])
     ours, told = train(two_clusters, folder, WAYS[way], *two_clusters.holmes)

@@ -1,14 +1,11 @@
 """Unmodified scripts of Hugging Face's Trainer and of Lightning in the lab, by the launchers that their users
-type.
-
-`make stacks` installs what they need (requirements/stacks.txt) and runs this.
-"""
+type."""
 
 import sys
 
 import pytest
 
-from integration_tests.jobs import ROOT, losses, said, same
+from integration_tests.jobs import ROOT, losses, said, same, some
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -35,7 +32,10 @@ def train(clusters, directory, script, *flags, name="log", **more):
     return losses(log), said(result), crossed
 
 
-@pytest.mark.parametrize("script", [TRAINER, LIGHTNING])
+@pytest.mark.parametrize("script", [
+    pytest.param(TRAINER, id="Trainer", marks=pytest.mark.row("Trainer")),
+    pytest.param(LIGHTNING, id="Lightning", marks=pytest.mark.row("Lightning")),
+])
 def test_losses_are_stock_s_and_only_sums_cross(two_clusters, tmp_path, script):
     if script == LIGHTNING:
         pytest.importorskip("lightning")
@@ -68,7 +68,8 @@ num_processes: 4
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.row("Accelerate")
+@pytest.mark.parametrize("launcher", some(LAUNCHERS, "accelerate"))
 def test_launchers_checkpoints_and_resume(two_clusters, tmp_path, launcher):
     """4 steps with a checkpoint after 2, all under holmes; then steps 3 and 4 once more from it."""
     (tmp_path / "config.yaml").write_text(CONFIG)

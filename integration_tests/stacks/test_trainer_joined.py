@@ -1,4 +1,4 @@
-"""transformers' Trainer as joined jobs, unmodified. `make stacks` installs what it needs and runs this."""
+"""transformers' Trainer as joined jobs, unmodified."""
 
 import pytest
 

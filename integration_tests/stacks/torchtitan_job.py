@@ -4,6 +4,7 @@ ranks."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -11,8 +12,8 @@ import tokenizers
 
 from integration_tests.jobs import ROOT
 
-#: Where `make stacks` puts torchtitan and what it needs besides .venv.
-INSTALLED = ROOT / "build" / "torchtitan"
+#: The folder with torchtitan and what it needs besides .venv, as `make torchtitan` fills it.
+INSTALLED = Path(os.environ.get("HOLMES_TEST_TORCHTITAN") or ROOT / "build" / "torchtitan")
 
 CONFIG = """[job]
 dump_folder = "out"

@@ -59,8 +59,8 @@ def _attention(module):
 def _fsdp(module):
     own = module.FSDPModule.set_gradient_divide_factor
 
-    def divided(self, factor):
-        own(self, factor)
+    def divided(self, *args, **kwargs):
+        own(self, *args, **kwargs)
         self.set_force_sum_reduction_for_comms(True)
 
     module.FSDPModule.set_gradient_divide_factor = divided

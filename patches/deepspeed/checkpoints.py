@@ -20,28 +20,27 @@ from holmes_ext.patches.deepspeed.features import CHECKPOINTS
 from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent, stock_parts
 from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, whole, with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 
 SPLIT = "holmes_split.json"
 
 
 @with_session
 @by_name
-def _save_whole(current, wrapped, instance, save_dir, tag=None, client_state=None, save_latest=True, *rest,
-                **more):
+def _save_whole(current, call, instance, save_dir, tag, save_latest):
     """save_checkpoint, with a barrier at both ends."""
     tag = str(tag or f"global_step{instance.global_steps}")
-    folder, given = Path(save_dir, tag), (save_dir, tag, client_state or {})
+    folder = Path(save_dir, tag)
     if instance.global_rank == 0 and hasattr(instance.module, "parts"):
         parts = [int(part) for part in instance.module.parts]  # numpy integers
         document = {"version": 1, "tensor": instance.grid.model_parallel_size, "parts": parts}
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / SPLIT, json.dumps(document) + "\n")
     if not save_latest or ask("decoupled_checkpoint", instance):
-        return wrapped(*given, save_latest, *rest, **more)
+        return call(tag=tag)
     import deepspeed.comm as dist
 
-    result = wrapped(*given, False, *rest, **more)
+    result = call(tag=tag, save_latest=False)
     if instance.global_rank == 0:
         write_whole(folder.with_name("latest"), folder.name)
     dist.barrier()
@@ -114,11 +113,12 @@ def tag_of(load_dir: str | Path, tag: str | None) -> str | None:
 
 
 @with_session
-def _refuse_other_split(current, wrapped, instance, args, kwargs):
+@by_name
+def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only):
     """load_checkpoint of a pipeline engine, unless it takes the universal checkpoint or the weights alone."""
-    module, asked = instance.module, whole(wrapped, args, kwargs).arguments
-    folder = Path(asked["load_dir"], str(tag_of(asked["load_dir"], asked["tag"])))
-    alike = asked["load_module_only"] or not hasattr(module, "parts") or instance.load_universal_checkpoint()
+    module = instance.module
+    folder = Path(load_dir, str(tag_of(load_dir, tag)))
+    alike = load_module_only or not hasattr(module, "parts") or instance.load_universal_checkpoint()
     if not alike and folder.is_dir():
         here = Split(tuple(map(int, module.parts)), instance.grid.model_parallel_size)
         saved = saved_split(folder, module, here.tensor)
@@ -128,7 +128,7 @@ def _refuse_other_split(current, wrapped, instance, args, kwargs):
             raise HolmesError(
                 f"{folder} was saved with {saved}, this job has {here}, and DeepSpeed's native checkpoints "
                 f"do not load under another split; {ways_out(folder, saved, here, module)}")
-    return wrapped(*args, **kwargs)
+    return call()
 
 
 PATCHES = (
@@ -137,5 +137,5 @@ PATCHES = (
           "write it", _save_whole),
     Patch(CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
           "a native checkpoint of another split fails halfway, in errors that do not name the cause",
-          _refuse_other_split, parameters=("load_dir", "tag", "load_module_only")),
+          _refuse_other_split),
 )  # fmt: skip

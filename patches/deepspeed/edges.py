@@ -70,12 +70,12 @@ def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
 
 @with_session
 @by_name
-def _make_groups(current, wrapped, instance, grid):
+def _make_groups(current, call, instance, grid):
     """After DeepSpeed's own: every pair of neighbours gets a group for activations, one for gradients."""
     global _mailbox
     import torch.distributed as dist
 
-    result, _mailbox = wrapped(grid), None
+    result, _mailbox = call(), None
     if not network_api_of(backend_of()):
         return result
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
@@ -85,10 +85,11 @@ def _make_groups(current, wrapped, instance, grid):
     return result
 
 
-def _through_mailbox(direction, stock, tensor, stage, async_op):
+def _through_mailbox(direction, call, tensor, stage, async_op):
     """Inside a training step; outside (evaluation) they block, over the same groups (p2p.py)."""
     if (box := _opened()) is None:
-        return stock(tensor, stage, async_op)
+        return call()
+    call.refuse_unknown()
     from deepspeed.runtime.pipe import p2p
 
     return getattr(box, direction)(tensor, p2p._grid.stage_to_global(stage_id=stage))
@@ -109,7 +110,7 @@ def _wire_to(stage: int) -> Wire:
     return Wire(narrow=narrow, edge=f"stage {my_stage}'s edge to stage {stage}")
 
 
-def _narrowed(direction, stock, tensor, stage, async_op):
+def _narrowed(direction, call, tensor, stage, async_op):
     """What is sent is narrowed, what is received is decoded into the engine's buffer."""
     import torch
 
@@ -117,32 +118,32 @@ def _narrowed(direction, stock, tensor, stage, async_op):
     wire = PLAIN if tensor.dtype in (torch.int32, torch.int64) else _wire_to(stage)
     if (box := _opened()) is not None:  # it carries the message, and asks for the wire
         box.wire_to = lambda peer: wire
-        return stock(tensor, stage, async_op)
+        return call()
     if direction == "send":
-        return stock(wire.outgoing(tensor), stage, async_op)
+        return call(tensor=wire.outgoing(tensor))
     part, finish = wire.incoming(tensor)
-    done = stock(part, stage, async_op)
+    done = call(tensor=part)
     finish()
     return done
 
 
 @by_name
-def _announce(wrapped, instance, buffer, recv_stage):
+def _announce(call, instance, buffer, recv_stage):
     """_send_tensor_meta: the next stage makes its buffers for these tensors, once for all steps."""
     if _mailbox is None:
-        return wrapped(buffer, recv_stage)
+        return call()
     peer = instance.grid.stage_to_global(stage_id=recv_stage)
     _mailbox.announce((), peer)
-    result = wrapped(buffer, recv_stage)
+    result = call()
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
     _mailbox.announce([mailbox.form_of(tensor) for tensor in tensors], peer)
     return result
 
 
 @by_name
-def _announced(wrapped, instance, send_stage):
+def _announced(call, instance, send_stage):
     """_recv_tensor_meta: its messages are about those of each micro-batch."""
-    result = wrapped(send_stage)
+    result = call()
     if _mailbox is not None:
         _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
     return result
@@ -155,8 +156,8 @@ def _schedule_class() -> type:
     class PlannedSchedule(schedule.TrainSchedule):
         """TrainSchedule with the passes of `flight`."""
 
-        def __init__(self, flight: Flight, engine: Any, box: Mailbox, **sizes: int):
-            super().__init__(**sizes)
+        def __init__(self, stock: Any, flight: Flight, engine: Any, box: Mailbox):
+            self.__dict__.update(vars(stock))  # sizes, and whatever a later DeepSpeed gives its schedules
             self.order, self.engine, self.box = flight.order(self.stage_id, self.micro_batches), engine, box
             self.splits = any(letter == "W" for letter, _ in self.order)
             self.weights, self.losses = WeightGradients(), dict[int, Any]()
@@ -231,35 +232,35 @@ def _schedule_class() -> type:
 
 @with_session
 @by_name
-def _exec_schedule(current, wrapped, instance, pipe_schedule):
+def _exec_schedule(current, call, instance, pipe_schedule):
     """Of training, in the plan's order; messages through the mailbox, all gone at its end."""
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     if _mailbox is None or instance.num_stages == 1 or type(pipe_schedule) is not TrainSchedule:
-        return wrapped(pipe_schedule)
+        return call()
     plan = current.plan_for(grid_sizes(current, instance.grid))
     planned = flight_of(plan, network_api_of(backend_of()))
     reason = unsupported(instance, planned) if planned else None
     if reason:
         tell(current, f"DeepSpeed's own pipeline schedule is used: {reason}", once=True)
     if reason or not planned:
-        return wrapped(pipe_schedule)
+        return call()
     if not _mailbox.knows:
         _mailbox.listen()
-        result = wrapped(pipe_schedule)
+        result = call()
         _mailbox.learn(instance.micro_batches)
         return result
     import torch
 
-    sizes = dict(micro_batches=instance.micro_batches, stages=instance.num_stages, stage_id=instance.stage_id)
-    schedule = _schedule_class()(planned, instance, _mailbox, **sizes)
+    schedule = _schedule_class()(pipe_schedule, planned, instance, _mailbox)
     _mailbox.begin(planned, instance.micro_batches, torch.empty(0, device=instance.device))
-    result = wrapped(schedule)
+    result = call(pipe_schedule=schedule)
     _mailbox.end()
     return result
 
 
-def _forget(wrapped, instance, args, kwargs):
+@by_name
+def _forget(call, instance):
     """Let the next step run the engine's own schedule, to learn the new shapes of its messages.
 
     Only reset_activation_shape says that shapes change. set_train_batch_size does not: it changes the number
@@ -269,7 +270,7 @@ def _forget(wrapped, instance, args, kwargs):
     """
     if _mailbox is not None:
         _mailbox.forget()
-    return wrapped(*args, **kwargs)
+    return call()
 
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"

@@ -27,16 +27,18 @@ from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.words import tell_user
 
 
-def _reserve(wrapped, instance, args, kwargs):
+@by_name
+def _reserve(call, instance):
     """DeepSpeedEngine._configure_optimizer: optimizers step once, with zeros, while it makes them."""
     training.reserve(instance)
-    return wrapped(*args, **kwargs)
+    return call()
 
 
-def _take_model_step(wrapped, instance, args, kwargs):
+@by_name
+def _take_model_step(call, instance):
     """DeepSpeedEngine._take_model_step, of the plain and of the pipeline engine."""
     joins = training.claim(instance, lambda: _adapter(instance))
-    result = wrapped(*args, **kwargs)
+    result = call()
     if joins and instance._step_applied:
         training.stepped(instance.train_micro_batch_size_per_gpu() * instance.gradient_accumulation_steps())
     return result
@@ -158,9 +160,9 @@ def _written(engine: Any) -> None:
 
 
 @by_name
-def _save(wrapped, instance, save_dir, tag=None, *rest, **more):
+def _save(call, instance, save_dir, tag):
     """A file for each rank, beside DeepSpeed's own."""
-    result = wrapped(save_dir, tag, *rest, **more)
+    result = call()
     if (state := training.joined_state_dict()) is not None:
         import torch
 
@@ -169,9 +171,9 @@ def _save(wrapped, instance, save_dir, tag=None, *rest, **more):
 
 
 @by_name
-def _load(wrapped, instance, load_dir, tag=None, *rest, **more):
+def _load(call, instance, load_dir, tag):
     """Without outer state the job joins as a new one does."""
-    path, client_state = wrapped(load_dir, tag, *rest, **more)
+    path, client_state = call()
     if path is None or not training.asked():
         return path, client_state
     file = _file(load_dir, tag_of(load_dir, tag), instance)

@@ -30,11 +30,11 @@ pairs_by_peer: dict[int, object] = {}
 
 @with_session
 @by_name
-def _make_pair_groups(current, wrapped, instance, grid):
+def _make_pair_groups(current, call, instance, grid):
     """The pairs of neighbours that the plan gives a group; edges.py has groups for all of them."""
     import torch.distributed as dist
 
-    result, network_api = wrapped(grid), network_api_of(backend_of())
+    result, network_api = call(), network_api_of(backend_of())
     pairs_by_peer.clear()
     if not network_api or registry().is_on(EDGES.name):
         return result
@@ -46,28 +46,29 @@ def _make_pair_groups(current, wrapped, instance, grid):
 
 
 def messages(feature: Feature, carry: Callable[..., Any], sending: str, receiving: str) -> list[Patch]:
-    """Patches of p2p.send and p2p.recv, with their reasons: carry("send" or "recv", stock, tensor, the other
+    """Patches of p2p.send and p2p.recv, with their reasons: carry("send" or "recv", call, tensor, the other
     stage, async_op)."""
 
     @by_name
-    def send(wrapped, instance, tensor, dest_stage, async_op=False):
-        return carry("send", wrapped, tensor, dest_stage, async_op)
+    def send(call, instance, tensor, dest_stage, async_op):
+        return carry("send", call, tensor, dest_stage, async_op)
 
     @by_name
-    def recv(wrapped, instance, tensor, src_stage, async_op=False):
-        return carry("recv", wrapped, tensor, src_stage, async_op)
+    def recv(call, instance, tensor, src_stage, async_op):
+        return carry("recv", call, tensor, src_stage, async_op)
 
     return [Patch(feature, f"deepspeed.runtime.pipe.p2p:{wrap.__name__}", reason, wrap)
             for wrap, reason in ((send, sending), (recv, receiving))]
 
 
-def _over_pair_group(direction, stock, tensor, stage, async_op):
+def _over_pair_group(direction, call, tensor, stage, async_op):
     from deepspeed import comm
     from deepspeed.runtime.pipe import p2p
 
     peer = p2p._grid.stage_to_global(stage_id=stage)
     if async_op or peer not in pairs_by_peer:
-        return stock(tensor, stage, async_op)
+        return call()
+    call.refuse_unknown()
     p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
     return getattr(comm, direction)(tensor, peer, group=pairs_by_peer[peer])
 
@@ -81,8 +82,9 @@ def grid_sizes(current: Session, grid: Any) -> Sizes:
 
 
 @with_session
-def _check_grid(current, wrapped, instance, args, kwargs):
-    result = wrapped(*args, **kwargs)
+@by_name
+def _check_grid(current, call, instance):
+    result = call()
     check_grid(current, grid_sizes(current, instance))
     return result
 

@@ -77,16 +77,16 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
 
 
 @by_name
-def _partition_layers(wrapped, instance, method="uniform"):
+def _partition_layers(call, instance, method):
     """DeepSpeed's own partition first (it checks and prints), then ours in its place."""
     stages, specs = instance.num_stages, instance._layer_specs
     if isinstance(method, str) and _LIST.fullmatch(method):
         method = [int(border) for border in method.split(",")]
     if isinstance(method, (list, tuple)):
         borders = check_borders(method, len(specs), stages)
-        result, what = wrapped("uniform"), "the script's borders"
+        result, what = call(method="uniform"), "the script's borders"
     else:
-        result, current = wrapped(method), session.active()
+        result, current = call(), session.active()
         if current is None or not current.plan.stage_layers:
             return result
         plan = current.plan

@@ -14,7 +14,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import PROFILE
 from holmes_ext.patches.deepspeed.partition import class_name, most_frequent
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
@@ -72,14 +72,15 @@ def _install(engine: Any, steps: int) -> Profiler:
 
 
 @with_session
-def _train_batch(current, wrapped, instance, args, kwargs):
+@by_name
+def _train_batch(current, call, instance):
     if instance not in _profilers:
         _profilers[instance] = _install(instance, current.options.profile_steps)
     prof = _profilers[instance]
     if prof is None:
-        return wrapped(*args, **kwargs)
+        return call()
     with prof.step():
-        result = wrapped(*args, **kwargs)
+        result = call()
     if prof.finished:
         _profilers[instance] = None
         prof.release()

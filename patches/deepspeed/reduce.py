@@ -127,42 +127,46 @@ def overlap_of(engine: Any) -> _Overlap | None:
 
 
 @by_name
-def _begin(wrapped, instance, pipe_schedule):
+def _begin(call, instance, pipe_schedule):
     """_exec_schedule: a batch begins."""
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     if instance.optimizer is not None and (overlap := overlap_of(instance)):
         training = isinstance(pipe_schedule, TrainSchedule)
         overlap.backwards_left = instance.micro_batches if training else 0
-    return wrapped(pipe_schedule)
+    return call()
 
 
-def _backward(wrapped, instance, args, kwargs):
+@by_name
+def _backward(call, instance):
     """_exec_backward_pass: the last one of the batch sends gradients as they become final."""
     if (overlap := overlap_of(instance)) is None:
-        return wrapped(*args, **kwargs)
+        return call()
     overlap.backwards_left -= 1
     if overlap.backwards_left != 0:
-        return wrapped(*args, **kwargs)
+        return call()
     overlap.prepare()
     overlap.reducer.arm(hold=overlap.holds)
     with overlap.source.folding():
-        return wrapped(*args, **kwargs)
+        return call()
 
 
-def _reduce_tied(wrapped, instance, args, kwargs):
+@by_name
+def _reduce_tied(call, instance):
     """_exec_reduce_tied_grads: buckets that were held leave first, as tied weights wait for another stage."""
     overlap = _overlaps.get(instance)
     if overlap is not None and overlap.armed:
         overlap.reducer.release()
-    return wrapped(*args, **kwargs)
+    return call()
 
 
-def _reduce(wrapped, instance, args, kwargs):
+@by_name
+def _reduce(call, instance):
     """_exec_reduce_grads: tied gradients, summed over the stages by now, leave, and all are waited for."""
     overlap = _overlaps.get(instance)
     if overlap is None or not overlap.armed:
-        return wrapped(*args, **kwargs)
+        return call()
+    call.refuse_unknown()
     overlap.reducer.finish()
     overlap.source.after()
 

@@ -22,12 +22,13 @@ from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.measure import telemetry
 
 
-def _train_batch(wrapped, instance, args, kwargs):
+@by_name
+def _train_batch(call, instance):
     recorder = telemetry.recorder
     if recorder is None:
-        return wrapped(*args, **kwargs)
+        return call()
     recorder.step_begins()
-    result = wrapped(*args, **kwargs)
+    result = call()
     recorder.step_done("engine", _tokens(instance))
     return result
 
@@ -43,18 +44,20 @@ def _tokens(engine: Any) -> int:
         return 0
 
 
-def _engine_step(wrapped, instance, args, kwargs):
+@by_name
+def _engine_step(call, instance):
     """DeepSpeedEngine.step outside the pipeline: a step when gradients were accumulated long enough."""
     recorder = telemetry.recorder
     boundary = recorder is not None and instance.is_gradient_accumulation_boundary()
-    result = wrapped(*args, **kwargs)
+    result = call()
     if recorder is not None and boundary:
         recorder.step_done("engine")
     return result
 
 
-def _learn_grid(wrapped, instance, args, kwargs):
-    wrapped(*args, **kwargs)
+@by_name
+def _learn_grid(call, instance):
+    call()
     pipeline, tensor = instance.pipe_parallel_size, instance.model_parallel_size
     telemetry.learn_sizes(Sizes(pipeline=pipeline, tensor=tensor, data=instance.data_parallel_size))
 
@@ -74,7 +77,7 @@ def _stage(engine: Any) -> Stage:
 
 @with_session
 @by_name
-def _exec_schedule(current, wrapped, instance, pipe_schedule):
+def _exec_schedule(current, call, instance, pipe_schedule):
     """Of training."""
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
@@ -84,7 +87,7 @@ def _exec_schedule(current, wrapped, instance, pipe_schedule):
         # else it has no number in flight to change
         if not current.plan_for(sizes).traffic_of(network_api).passes:
             begin_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))
-    return wrapped(pipe_schedule)
+    return call()
 
 
 _PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine"

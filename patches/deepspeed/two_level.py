@@ -28,7 +28,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import TIED, TWO_LEVEL
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import Running, with_session
+from holmes_ext.patches.engine.wrap import Running, by_name, with_session
 from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
@@ -43,29 +43,25 @@ _averaging, _reducing_tied = Running(), Running()
 _ways, _made = weakref.WeakKeyDictionary[Any, Any](), weakref.WeakKeyDictionary[Any, Any]()
 
 
-def _all_reduce(wrapped, instance, args, kwargs):
+@by_name
+def _all_reduce(call, instance, tensor, op, group, async_op):
     """deepspeed.comm.all_reduce: in two levels for gradients of a group where that is faster."""
     if not _averaging.instances or session.active() is None:
-        return wrapped(*args, **kwargs)
+        return call()
     import torch.distributed as dist
 
-    given = _given(args, kwargs)
-    plain = given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM and not given.get("async_op")
-    tensor, group = given["tensor"], given.get("group") or dist.group.WORLD
+    is_sum = getattr(op, "name", "") == "SUM"  # of DeepSpeed's ReduceOp or torch's
+    plain = is_sum and not async_op and not call.unknown()
+    group = group or dist.group.WORLD
     reduce = _two_level(group, tensor.nbytes) if plain and tensor.is_contiguous() else None
     if reduce is None:
-        return wrapped(*args, **kwargs)
+        return call()
     try:
         reduce(tensor.view(-1)).wait()
     except RuntimeError as error:
         what, ranks = f"a bucket of {tensor.numel()} elements", group_ranks(group)
         fabric = session.require().fabric_of(ranks, backend_of(group))
         raise HolmesError(describe_failure(what, ranks, fabric, str(error))) from error
-
-
-def _given(args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of deepspeed.comm.all_reduce, whose decorator hides their names (from Patch, too)."""
-    return dict(zip(("tensor", "op", "group", "async_op"), args)) | kwargs
 
 
 def _two_level(group: Any, size: int) -> Any:
@@ -92,9 +88,10 @@ def _two_level(group: Any, size: int) -> Any:
 
 
 @with_session
-def _tell_stage_3(current, wrapped, instance, args, kwargs):
+@by_name
+def _tell_stage_3(current, call, instance):
     """ZeRO 3 over clusters: say once what DeepSpeed's collectives take."""
-    result = wrapped(*args, **kwargs)
+    result = call()
     if instance.zero_optimization_stage() == 3:
         tell(current, _stage_3(current, instance))
     return result
@@ -123,17 +120,17 @@ def _stage_3(current: session.Session, engine: Any) -> str:
 
 
 @with_session
-def _all_reduce_tied(current, wrapped, instance, args, kwargs):
+@by_name
+def _all_reduce_tied(current, call, instance, tensor, group):
     """deepspeed.comm.all_reduce, of tied gradients."""
-    if not _reducing_tied.instances:
-        return wrapped(*args, **kwargs)
+    if not _reducing_tied.instances or call.unknown():
+        return call()
     from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
 
-    given, sizes = _given(args, kwargs), grid_sizes(current, _reducing_tied.instances[-1].grid)
-    tensor = given["tensor"]
-    tied_sum = tied_sum_of(given.get("group"), sizes, tensor.device.type)
+    sizes = grid_sizes(current, _reducing_tied.instances[-1].grid)
+    tied_sum = tied_sum_of(group, sizes, tensor.device.type)
     if tied_sum is None or not tied_sum.takes(tensor):
-        return wrapped(*args, **kwargs)
+        return call()
     tied_sum(tensor, tied_sum.twins)
 
 

@@ -15,6 +15,7 @@ import logging
 import sys
 from types import ModuleType
 
+from holmes_ext.patches.engine.call import signature_of
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.source import missing_parameters
 
@@ -41,7 +42,7 @@ class Location:
         """Misfit when the target lacks the patch's parameters."""
         if patch.parameters:
             try:
-                names = inspect.signature(getattr(self.parent, self.name)).parameters
+                names = signature_of(getattr(self.parent, self.name)).parameters
             except (TypeError, ValueError):
                 raise Misfit(f"{patch.target} has no signature to check") from None
             if reason := missing_parameters(patch, names):

@@ -112,11 +112,12 @@ class Patch:
 
     target      "module:qualname", as in "deepspeed.runtime.pipe.p2p:send".
     reason      one line for `holmes patches`: why the framework must be changed here.
-    wrap        wrap(wrapped, instance, args, kwargs), called instead of the target (wrapt's convention:
-                wrapped is bound already; instance is None for plain functions and static methods).
+    wrap        called instead of the target: made by by_name (wrap.py), which passes on every argument that
+                the wrapper does not name. In fact wrap(wrapped, instance, args, kwargs), wrapt's convention:
+                wrapped is bound already; instance is None for plain functions and static methods.
     replace     instead of wrap: replace(original) -> the object to put in its place; original as stored (a
                 staticmethod object stays one).
-    parameters  names of the target's parameters that wrap or replace relies on; those of wrap.by_name.
+    parameters  names of the target's parameters that wrap or replace relies on; by_name adds its own.
     only        PEP 440 range of the feature's versions that have this target, "" for all of them.
 
     ValueError when a field is malformed.
@@ -131,8 +132,8 @@ class Patch:
     only: str = ""
 
     def __post_init__(self):
-        if not self.parameters:
-            object.__setattr__(self, "parameters", getattr(self.wrap, "parameters", ()))
+        named = getattr(self.wrap, "parameters", ())
+        object.__setattr__(self, "parameters", tuple(dict.fromkeys((*self.parameters, *named))))
         SpecifierSet(self.only)  # InvalidSpecifier is a ValueError
         if not _TARGET.fullmatch(self.target):
             raise ValueError(f"target must be 'module:qualname', not {self.target!r}")

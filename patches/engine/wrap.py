@@ -1,58 +1,63 @@
-"""What wrappers of frameworks' functions have in common."""
+"""Wrappers of frameworks' functions (Patch.wrap), which name the arguments that they read.
+
+    @by_name
+    def split_layers(call, instance, method):      # reads the target's argument `method`
+        if method == "uniform":
+            return call()                          # the target, called as the program called it
+        return call(method="parameters")           # the same with another `method`
+
+    @with_session
+    @by_name
+    def tell_split(current, call, instance): ...   # the same with the session; without one the target runs
+
+All arguments that the wrapper does not name are passed on, those too that only a later release of the
+framework has (call.py).
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
+from holmes_ext.patches.engine.call import Call
 from holmes_ext.runtime import session
 
 
-def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
-    """A wrapper (Patch.wrap) that calls the target inside `context()`."""
-
-    def wrapper(wrapped, instance, args, kwargs):
-        with context():
-            return wrapped(*args, **kwargs)
-
-    return wrapper
-
-
-class Running:
-    """A wrapper (Patch.wrap) that keeps whose method runs now: `instances`, the innermost call last."""
-
-    def __init__(self) -> None:
-        self.instances: list[Any] = []
-
-    def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        self.instances.append(instance)
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            self.instances.pop()
-
-
 def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper (Patch.wrap) of one that has the target's first parameters as its own, after (wrapped,
-    instance), in their order; *rest and **more take the others. Patch.parameters are their names."""
+    """Make a Patch.wrap of wrapper(call, instance, ...), which receives the arguments that it names.
+
+    The value of a parameter is the argument that the program gave, else the target's default. A parameter
+    for which the wrapper has a default of its own may be missing in some versions of the target; all others
+    become Patch.parameters, and a target without one of them switches the feature off.
+
+    Raises:
+        TypeError: the wrapper has *args or **kwargs.
+    """
+    parameters = list(inspect.signature(wrapper).parameters.values())
+    supplied = 3 if parameters[0].name == "current" else 2  # (current,) call, instance
+    declared = parameters[supplied:]
+    if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in declared):
+        raise TypeError(f"{wrapper.__qualname__}: name the arguments that it reads; call() passes the others")
+    names = tuple(parameter.name for parameter in declared)
+    optional = [parameter for parameter in declared if parameter.default is not parameter.empty]
+    fallbacks = {parameter.name: parameter.default for parameter in optional}
 
     @wraps(wrapper)
-    def outer(*arguments):
-        *before, args, kwargs = arguments
-        return wrapper(*before, *args, **kwargs)
+    def outer(*arguments: Any) -> Any:
+        *before, target, instance, args, kwargs = arguments
+        call = Call(target, args, kwargs, names)
+        values = call.values(names, fallbacks) if names else ()
+        return wrapper(*before, call, instance, *values)
 
-    supplied, named = ("current", "wrapped", "instance"), inspect.signature(wrapper).parameters.items()
-    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    outer.parameters = tuple(  # type: ignore[attr-defined]
-        name for name, parameter in named if name not in supplied and parameter.kind not in variadic)
+    outer.parameters = tuple(name for name in names if name not in fallbacks)  # type: ignore[attr-defined]
     return outer
 
 
 def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper (Patch.wrap) of one that gets the session first; the target as it is where holmes is off."""
+    """Make a Patch.wrap of a by_name wrapper that takes the session first; without one the target runs."""
 
     @wraps(wrapper)
     def outer(wrapped, instance, args, kwargs):
@@ -63,8 +68,32 @@ def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     return outer
 
 
-def whole(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """The arguments of a call, with the target's defaults."""
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound
+def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
+    """Make a Patch.wrap that calls the target inside `context()`."""
+
+    @by_name
+    def wrapper(call, instance):
+        with context():
+            return call()
+
+    return wrapper
+
+
+class Running:
+    """Patch.wrap that records on which objects a method runs: `instances`, the innermost call last."""
+
+    def __init__(self) -> None:
+        self.instances: list[Any] = []
+
+    def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        with self.on(instance):
+            return wrapped(*args, **kwargs)
+
+    @contextmanager
+    def on(self, instance: Any) -> Iterator[None]:
+        """Record the instance while the context lasts."""
+        self.instances.append(instance)
+        try:
+            yield
+        finally:
+            self.instances.pop()

@@ -7,14 +7,18 @@
 from __future__ import annotations
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.lightning.features import RANKS
 
 
 @with_session
-def _planned_node(current, wrapped, instance, args, kwargs):
+@by_name
+def _planned_node(current, call, instance):
     """node_rank() of a process that a launcher gave a rank; Lightning's own children have none yet."""
-    return current.rank // current.plan.processes if current.plan.world_size > 1 else wrapped(*args, **kwargs)
+    if current.plan.world_size == 1:
+        return call()
+    call.refuse_unknown()
+    return current.rank // current.plan.processes
 
 
 PATCHES = (

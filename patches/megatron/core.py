@@ -15,8 +15,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.engine.call import arguments_of
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import whole, with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
 from holmes_ext.patches.megatron.features import GROUPS, LAYERS
 from holmes_ext.plan.plan import Plan
@@ -68,9 +69,10 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
 
 
 @with_session
-def _initialize(current, wrapped, instance, args, kwargs):
+@by_name
+def _initialize(current, call, instance):
     """Check first, so that nothing is half-initialized; then come megatron-core's groups and the pairs'."""
-    asked = whole(wrapped, args, kwargs).arguments
+    asked = call.arguments()
     # Several models in one job, an encoder with stages of its own (before 0.14), or tensors rematerialized
     # over a further axis: grids that a plan does not describe.
     alone = not asked.get("rank_offset") and asked.get("local_world_size") is None
@@ -84,7 +86,7 @@ def _initialize(current, wrapped, instance, args, kwargs):
             raise told_once(error) from None
         check_grid(current, sizes, asked["num_distributed_optimizer_instances"])
         job.sizes = sizes
-    result = wrapped(*args, **kwargs)
+    result = call()
     if asked["pipeline_model_parallel_size"] > 1:
         from megatron.core import parallel_state
 
@@ -110,8 +112,7 @@ def drop_in(enable: Callable[..., None]):
     @functools.wraps(parallel_state.initialize_model_parallel)
     def initialize_model_parallel(*args, **kwargs):
         if session.active() is None:
-            asked = whole(parallel_state.initialize_model_parallel, args, kwargs).arguments
-            _take_over(asked, enable)
+            _take_over(arguments_of(parallel_state.initialize_model_parallel, args, kwargs), enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
     return initialize_model_parallel
@@ -232,7 +233,8 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
 
 
 @with_session
-def _layers_as_planned(current, wrapped, instance, args, kwargs):
+@by_name
+def _layers_as_planned(current, call, instance):
     """TransformerConfig.__post_init__, before which every field is as the program gave it."""
     if not getattr(instance, "is_hybrid_model", False):
         own_split = getattr(instance, "pipeline_model_parallel_layout", None)
@@ -248,11 +250,18 @@ def _layers_as_planned(current, wrapped, instance, args, kwargs):
         elif layout is not None:
             vars(instance).update(ends_of(current, planned, pipeline))
         if planned and layout_of(planned, mtp_layers) in (layout, own_split):
-            # where this module is, uniform recomputation's last unit ends with the stage; before,
-            # megatron-core looks for layers that are not there
-            cuts = find_spec("megatron.core.recompute") is not None
-            refuse_cut_units(current.plan, instance, cuts)
-    return wrapped(*args, **kwargs)
+            refuse_cut_units(current.plan, instance, _last_unit_ends_with_stage())
+    return call()
+
+
+@functools.cache
+def _last_unit_ends_with_stage() -> bool:
+    """Return whether a stage's last unit of uniform recomputation may have fewer layers.
+
+    Older versions look for layers that are not on the stage. The module is searched once: Megatron-LM's
+    get_batch makes a TransformerConfig in every micro-batch.
+    """
+    return find_spec("megatron.core.recompute") is not None
 
 
 PATCHES = (

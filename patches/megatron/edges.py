@@ -21,7 +21,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import Running
+from holmes_ext.patches.engine.wrap import Running, by_name
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import EDGES, P2P_MODULE, SCHEDULES, SLICES
 from holmes_ext.patches.megatron.p2p import PARAMETERS, mailbox_of
@@ -101,69 +101,82 @@ def unsupported(config: Any, given: dict[str, Any]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _schedule(wrapped, instance, args, kwargs):
+@by_name
+def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communicator):
     """forward_backward_pipelining_without_interleaving, of training."""
     global _step
     current, sizes = session.active(), core.job.sizes
-    if current is None or sizes is None or kwargs.get("forward_only") or not network_api_of(backend_of()):
-        return wrapped(*args, **kwargs)
+    if current is None or sizes is None or forward_only or not network_api_of(backend_of()):
+        return call()
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
-    model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
-    config = get_model_config(model)
+    chunk = model[0] if isinstance(model, list) else model
+    config = get_model_config(chunk)
     group = parallel_state.get_pipeline_model_parallel_group()
     flight = flight_of(current.plan_for(sizes), network_api_of(backend_of(group)))
     if isinstance(flight, ListedOrder):
         raise HolmesError(
             "the plan lists passes (--holmes-passes auto), which megatron-core cannot run; make it --for "
             "deepspeed or torch, or without that option")
-    reason = unsupported(config, kwargs)
+    reason = unsupported(config, call.arguments())
     if reason and flight:
         tell(current, f"megatron-core's own pipeline sends are used: {reason}", once=True)
     if reason or not flight or isinstance(group, list):
-        return wrapped(*args, **kwargs)
+        return call()
     import torch
 
     box, wires = mailbox_of(group), wires_of(config)
-    device = next(model.parameters()).device
+    device = next(chunk.parameters()).device
     box.wire_to = lambda peer: wires.get(peer, PLAIN)
-    box.begin(flight, kwargs["num_microbatches"], torch.empty(0, device=device))
+    box.begin(flight, num_microbatches, torch.empty(0, device=device))
     _step = _Step(box, flight, group.rank(), config.pipeline_dtype, device)
     try:
-        result = wrapped(*args, **kwargs)
+        result = call()
     finally:
         _step = None
     box.end()
     return result
 
 
-def _count_in_flight(wrapped, instance, args, kwargs):
+@by_name
+def _count_in_flight(call, instance):
     """P2PCommunicator.__init__."""
-    wrapped(*args, **kwargs)
+    call()
     if _step is not None:
         instance.pp_group = _Group(instance.pp_group, _step.in_flight[_step.stage])
 
 
-def _announce(wrapped, instance, args, kwargs):
+@by_name
+def _announce(call, instance):
     """get_tensor_shapes: of what the schedule sends, and has buffers for, in this step."""
-    shapes = wrapped(*args, **kwargs)
+    shapes = call()
     if _step is not None:
         _step.announce(shapes)
     return shapes
 
 
-def _communicate(wrapped, instance, args, kwargs):
+@by_name
+def _communicate(
+    call,
+    instance,
+    tensor_send_next,
+    tensor_send_prev,
+    recv_prev,
+    recv_next,
+    tensor_shape,
+    wait_on_reqs,
+):
     step = _step
     if step is None:
-        return wrapped(*args, **kwargs)
-    if kwargs["tensor_send_next"] is not None:
-        step.send("F", kwargs["tensor_send_next"], instance.next_rank)
-    if kwargs["tensor_send_prev"] is not None:
-        step.send("B", kwargs["tensor_send_prev"], instance.prev_rank)
-    shape = kwargs["tensor_shape"]
-    before = step.recv("F", shape, instance.prev_rank) if kwargs["recv_prev"] else None
-    behind = step.recv("B", shape, instance.next_rank) if kwargs["recv_next"] else None
+        return call()
+    call.refuse_unknown()
+    if tensor_send_next is not None:
+        step.send("F", tensor_send_next, instance.next_rank)
+    if tensor_send_prev is not None:
+        step.send("B", tensor_send_prev, instance.prev_rank)
+    before = step.recv("F", tensor_shape, instance.prev_rank) if recv_prev else None
+    behind = step.recv("B", tensor_shape, instance.next_rank) if recv_next else None
     return before, behind, None
 
 
@@ -177,9 +190,9 @@ class _Received:
     def __init__(self, work: Any, finish: Finish | None, keep: Any = None):
         self._work, self._finish, self._keep = work, finish, keep
 
-    def wait(self) -> None:
+    def wait(self, *args: Any, **kwargs: Any) -> None:
         if self._work is not None:
-            self._work.wait()
+            self._work.wait(*args, **kwargs)
         if self._finish is not None:
             self._finish()
         self._work = self._finish = self._keep = None
@@ -209,23 +222,25 @@ def wires_of(config: Any) -> dict[int, Wire]:
     return wires
 
 
-def _exchange(wrapped, instance, args, kwargs):
+@by_name
+def _exchange(call, instance, group):
     """_p2p_ops gives a dict of requests, each waited for when the schedule wants it; _batched_p2p_ops a list,
     waited for in its order."""
     from megatron.core import parallel_state
 
-    of_pipeline = kwargs["group"] is parallel_state.get_pipeline_model_parallel_group()
+    of_pipeline = group is parallel_state.get_pipeline_model_parallel_group()
     wires = wires_of(_communicators.instances[-1].config) if of_pipeline else {}
-    given, finishes, sent = dict(kwargs), {}, []
+    given, changed = call.arguments(), {}
+    finishes, sent = {}, []
     for side in ("prev", "next"):
-        wire = wires.get(kwargs[f"{side}_pipeline_rank"])
+        wire = wires.get(given[f"{side}_pipeline_rank"])
         send, recv = f"tensor_send_{side}", f"tensor_recv_{side}"
         if wire is not None and given[send] is not None:
-            given[send] = wire.outgoing(given[send])
-            sent.append(given[send])
+            changed[send] = wire.outgoing(given[send])
+            sent.append(changed[send])
         if wire is not None and given[recv] is not None:
-            given[recv], finishes[f"recv_{side}"] = wire.incoming(given[recv])
-    requests = wrapped(*args, **given)
+            changed[recv], finishes[f"recv_{side}"] = wire.incoming(given[recv])
+    requests = call(**changed)
     if isinstance(requests, dict):
         return {name: _Received(work, finishes.get(name), sent) for name, work in requests.items()}
     return [*requests, *(_Received(None, finish) for finish in finishes.values()),
@@ -245,12 +260,10 @@ PATCHES = (
     Patch(EDGES, f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
           "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as "
           "free edges need",
-          _schedule, parameters=("model", "num_microbatches", "forward_only", "p2p_communicator")),
+          _schedule),
     Patch(EDGES, f"{P2P_MODULE}:P2PCommunicator.__init__",
           "the schedule takes the number of its warm-up passes from this group", _count_in_flight,
           parameters=("pp_group", "config")),
     Patch(EDGES, f"{P2P_MODULE}:P2PCommunicator._communicate",
-          "all that the schedule sends and receives passes here, and is waited for", _communicate,
-          parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape",
-                      "wait_on_reqs")),
+          "all that the schedule sends and receives passes here, and is waited for", _communicate),
 )  # fmt: skip

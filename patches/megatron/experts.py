@@ -16,6 +16,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron.features import EXPERTS
 from holmes_ext.plan.experts.traffic import ExpertOrder, load_order
 from holmes_ext.runtime import session
@@ -28,9 +29,10 @@ _ROWS = ("weight", "bias", "expert_bias", "local_tokens_per_expert")
 _load = cache(load_order)
 
 
-def _layer_numbered(wrapped, instance, args, kwargs):
+@by_name
+def _layer_numbered(call, instance):
     """BaseMoELayer.set_layer_number, the last thing that a transformer layer does to its experts."""
-    wrapped(*args, **kwargs)
+    call()
     current = session.active()
     if current is not None and not hasattr(instance, "holmes_placed"):
         path = current.options.experts

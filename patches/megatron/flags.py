@@ -31,23 +31,26 @@ def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParse
 
 
 @with_session
-def _teach_megatron_lm(current, wrapped, instance, args, kwargs):
+@by_name
+def _teach_megatron_lm(current, call, instance):
     """add_megatron_arguments."""
-    parser = wrapped(*args, **kwargs)
+    parser = call()
     add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
     return parser
 
 
 @with_session
 @by_name
-def _teach_megatron_deepspeed(current, wrapped, instance, extra_args_provider=None, *rest, **more):
+def _teach_megatron_deepspeed(current, call, instance, extra_args_provider):
     """parse_args with a holmes group added through its own extra_args_provider."""
 
-    def provider(parser):
-        extended = parser if extra_args_provider is None else extra_args_provider(parser)
+    def provider(parser, *args, **kwargs):
+        extended = parser
+        if extra_args_provider is not None:
+            extended = extra_args_provider(parser, *args, **kwargs)
         return tell_near_misses(add_flags(extended, current))
 
-    return wrapped(provider, *rest, **more)
+    return call(extra_args_provider=provider)
 
 
 def tell_near_misses(parser):

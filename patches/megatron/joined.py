@@ -33,27 +33,31 @@ _chunks: list[Any] = []
 _mixed_steps = Running()
 
 
-def _remember(wrapped, instance, args, kwargs):
+@by_name
+def _remember(call, instance, model_chunks):
     """get_megatron_optimizer(config, model_chunks, ...)."""
     training.reserve(_OWNER)
-    _chunks[:] = kwargs["model_chunks"] if "model_chunks" in kwargs else args[1]
-    return wrapped(*args, **kwargs)
+    _chunks[:] = model_chunks
+    return call()
 
 
-def _step(wrapped, instance, args, kwargs):
+@by_name
+def _step(call, instance):
     """Of any optimizer; the outermost comes first."""
     training.claim(_OWNER, lambda: _adapter(instance))
-    return wrapped(*args, **kwargs)
+    return call()
 
 
-def _before_copy(wrapped, instance, args, kwargs):
+@by_name
+def _before_copy(call, instance):
     if _mixed_steps.instances:
         _stepped()
-    return wrapped(*args, **kwargs)
+    return call()
 
 
-def _fp32_step(wrapped, instance, args, kwargs):
-    done = wrapped(*args, **kwargs)
+@by_name
+def _fp32_step(call, instance):
+    done = call()
     _stepped()
     return done
 
@@ -136,20 +140,22 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
 
 
 @by_name
-def _enlarge(wrapped, instance, build_train_valid_test_datasets_provider, *rest, **more):
+def _enlarge(call, instance, build_train_valid_test_datasets_provider):
     """build_train_valid_test_datasets: the provider is called with the numbers of samples."""
     _, parts = training.part()
+    if parts == 1:
+        return call()
 
     def provider(numbers, *others, **named):
         enlarged = [None if number is None else number * parts for number in numbers]
         return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *others, **named)
 
-    return wrapped(build_train_valid_test_datasets_provider if parts == 1 else provider, *rest, **more)
+    return call(build_train_valid_test_datasets_provider=provider)
 
 
 @by_name
-def _share_out(wrapped, instance, dataset, *rest, **more):
-    return wrapped(part_of(dataset), *rest, **more)
+def _share_out(call, instance, dataset):
+    return call(dataset=part_of(dataset))
 
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer:"
@@ -158,7 +164,7 @@ OPTIMIZER_STEPS = tuple(f"{_OPTIMIZER}{name}.step"
                         for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"))
 PATCHES = (
     Patch(JOINED, "megatron.core.optimizer:get_megatron_optimizer", "names and order of the weights",
-          _remember, parameters=("model_chunks",)),
+          _remember),
     *(Patch(JOINED, target, "before the first step the job joins", _step) for target in OPTIMIZER_STEPS),
     Patch(JOINED, f"{_OPTIMIZER}MixedPrecisionOptimizer.step_with_ready_grads", "only in a real step",
           _mixed_steps),

@@ -23,10 +23,10 @@ _OWN_SPLITS = (
 
 @with_session
 @by_name
-def _validate(current, wrapped, instance, args, *rest, **more):
+def _validate(current, call, instance, args):
     _set_layout(current, args)
     _set_overlap(current, args)
-    return wrapped(args, *rest, **more)
+    return call()
 
 
 def _set_layout(current: session.Session, args) -> None:
@@ -67,14 +67,14 @@ def _set_overlap(current: session.Session, args) -> None:
 
 @with_session
 @by_name
-def _compare_plans(current, wrapped, instance, checkpoint_args, *rest, **more):
+def _compare_plans(current, call, instance, checkpoint_args):
     """Run megatron's check of the model, then print a line if the checkpoint was saved under another plan.
 
     Raises:
         HolmesError: megatron's check failed; the error names the argument that differs, in one line.
     """
     try:
-        result = wrapped(checkpoint_args, *rest, **more)
+        result = call()
     except AssertionError as error:
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
     digest = getattr(checkpoint_args, "holmes_plan_digest", None)
@@ -92,9 +92,10 @@ _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 
 
 @with_session
-def _load(current, wrapped, instance, args, kwargs):
+@by_name
+def _load(current, call, instance):
     try:
-        return wrapped(*args, **kwargs)
+        return call()
     except BaseException as error:
         # megatron's, or torch's CheckpointException (no Exception) with all ranks' errors
         lines = [line.strip() for line in str(error).splitlines()
@@ -107,11 +108,9 @@ def _load(current, wrapped, instance, args, kwargs):
 
 PATCHES = (
     Patch(LM, "megatron.training.arguments:validate_args",
-          "layers and overlap are set as arguments, before megatron derives others from them", _validate,
-          parameters=("args",)),
+          "layers and overlap are set as arguments, before megatron derives others from them", _validate),
     Patch(LM_CHECKPOINTS, "megatron.training.checkpointing:check_checkpoint_args",
-          "here the arguments that a checkpoint was saved with are known", _compare_plans,
-          parameters=("checkpoint_args",)),
+          "here the arguments that a checkpoint was saved with are known", _compare_plans),
     Patch(LM_CHECKPOINTS, "megatron.training.checkpointing:load_checkpoint",
           "another model's tensors end in one line, not in a traceback of every rank", _load,
           parameters=("load_arg",)),

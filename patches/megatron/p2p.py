@@ -13,6 +13,7 @@ from typing import Any
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron.features import EDGES, P2P, P2P_MODULE
 from holmes_ext.plan.decisions import pair_needs_group
 from holmes_ext.runtime import session
@@ -74,33 +75,54 @@ def _interleaved() -> bool:
     return (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1
 
 
-def _batched(wrapped, instance, args, kwargs):
+@by_name
+def _batched(call, instance, group, prev_pipeline_rank, next_pipeline_rank):
     """One batch for each neighbour that has a group of its own: a batch has one communicator."""
-    group, sides, requests = kwargs["group"], ["next", "prev"], []
     by_peer = pairs_of(group).by_peer
     if not by_peer:
-        return wrapped(**kwargs)
+        return call()
+    requests = []
+    peers = {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
     # even ranks start with their next, odd ones with their previous: each pair at once, also in a ring
-    for side in reversed(sides) if group.rank() % 2 else sides:
-        over = by_peer.get(kwargs[f"{side}_pipeline_rank"], group)
-        others = [name for name in kwargs if name.startswith("tensor_") and not name.endswith(side)]
-        requests += wrapped(**{**kwargs, **dict.fromkeys(others), "group": over})
+    sides = ("prev", "next") if group.rank() % 2 else ("next", "prev")
+    for side, other in (sides, sides[::-1]):
+        tensors_of_other = {f"tensor_send_{other}": None, f"tensor_recv_{other}": None}
+        requests += call(**tensors_of_other, group=by_peer.get(peers[side], group))
     return requests
 
 
-def _unbatched(wrapped, instance, args, kwargs):
+@by_name
+def _unbatched(
+    call,
+    instance,
+    tensor_send_prev,
+    tensor_recv_prev,
+    tensor_send_next,
+    tensor_recv_next,
+    group,
+    prev_pipeline_rank,
+    next_pipeline_rank,
+):
     """The framework's operations in its order, each over the pair's group."""
-    group = kwargs["group"]
     pairs = pairs_of(group)
     if not pairs.by_peer and pairs.twin is None:
-        return wrapped(**kwargs)
+        return call()
+    call.refuse_unknown()
     import torch.distributed as dist
+
+    tensors = {
+        "send_prev": tensor_send_prev,
+        "recv_prev": tensor_recv_prev,
+        "send_next": tensor_send_next,
+        "recv_next": tensor_recv_next,
+    }
+    peers = {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
 
     odd, requests = group.rank() % 2, {}
     start = {"send": dist.isend, "recv": dist.irecv}
     for name in _ORDER[odd]:
         direction, side = name.split("_")
-        tensor, peer = kwargs[f"tensor_{name}"], kwargs[f"{side}_pipeline_rank"]
+        tensor, peer = tensors[name], peers[side]
         if tensor is None:
             continue
         from_odd = odd == (direction == "send")  # with two stages each direction has its group
@@ -120,5 +142,5 @@ PATCHES = (
           _batched, parameters=PARAMETERS),
     Patch(P2P, f"{P2P_MODULE}:_p2p_ops",
           "the same for unbatched p2p; with two stages it sends one direction over the world group",
-          _unbatched, parameters=PARAMETERS),
+          _unbatched),
 )  # fmt: skip

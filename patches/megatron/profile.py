@@ -12,7 +12,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import inside, whole, with_session
+from holmes_ext.patches.engine.wrap import by_name, inside, with_session
 from holmes_ext.patches.megatron.features import P2P_MODULE, PROFILE, SCHEDULES, loaded_version
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
@@ -60,14 +60,13 @@ def gradient_bytes(model: Any) -> dict[str | int, float]:
 
 
 @with_session
-def _schedule(current, wrapped, instance, args, kwargs):
+@by_name
+def _schedule(current, call, instance, model, num_microbatches, seq_length, micro_batch_size, forward_only):
     """A forward_backward function: the last step ends and the next one begins."""
-    if state.done or kwargs.get("forward_only"):
-        return wrapped(*args, **kwargs)
+    if state.done or forward_only:
+        return call()
     from megatron.core.utils import get_model_config
 
-    asked = whole(wrapped, args, kwargs).arguments
-    model = asked["model"]
     if isinstance(model, list):
         if len(model) > 1:
             raise HolmesError("--holmes-profile: the interleaved schedule is not measured; run with one "
@@ -82,8 +81,8 @@ def _schedule(current, wrapped, instance, args, kwargs):
     if prof.finished:
         state.profiler, state.done = None, True
         prof.release()
-        _publish(current, model, config, prof, asked)
-        return wrapped(*args, **kwargs)
+        _publish(current, model, config, prof, num_microbatches, tokens=seq_length * micro_batch_size)
+        return call()
     state.open.enter_context(prof.step())
     finalize = config.finalize_model_grads_func
 
@@ -93,15 +92,17 @@ def _schedule(current, wrapped, instance, args, kwargs):
 
     config.finalize_model_grads_func = timed if finalize is not None else None
     try:
-        result = wrapped(*args, **kwargs)
+        result = call()
     finally:
         config.finalize_model_grads_func = finalize
     state.open.enter_context(prof.span("optimizer"))
     return result
 
 
-def _publish(current: session.Session, model: Any, config: Any, prof: Profiler,
-             asked: dict[str, Any]) -> None:
+def _publish(
+    current: session.Session, model: Any, config: Any, prof: Profiler, micro_batches: int, tokens: int
+) -> None:
+    """Write the profile. tokens: of a micro-batch."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -109,14 +110,14 @@ def _publish(current: session.Session, model: Any, config: Any, prof: Profiler,
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     width = (config.pipeline_dtype or torch.float32).itemsize
     context = parallel_state.get_context_parallel_world_size()
-    tokens = asked["seq_length"] * asked["micro_batch_size"] // context
+    rank_tokens = tokens // context
     parts = tensor if config.sequence_parallel else 1
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     report = {
         "framework": f"megatron-core {loaded_version()}",
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "tensor": tensor, "micro_batches": asked["num_microbatches"],
-        "activation_bytes": tokens * config.hidden_size * width // parts,
+        "tensor": tensor, "micro_batches": micro_batches,
+        "activation_bytes": rank_tokens * config.hidden_size * width // parts,
     }  # fmt: skip
     publish(
         current, prof, report, stages=len(ranks), gradient_bytes=gradient_bytes(model),
@@ -132,7 +133,7 @@ def _during(kind: str):
 
 PATCHES = (
     *(Patch(PROFILE, f"{SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
-            _schedule, parameters=("model", "num_microbatches", "seq_length", "micro_batch_size"))
+            _schedule)
       for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")),
     *(Patch(PROFILE, f"{SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}", _during(kind))
       for kind in ("forward", "backward")),

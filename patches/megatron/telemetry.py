@@ -9,7 +9,7 @@ from typing import Any
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import Running, inside, with_session
+from holmes_ext.patches.engine.wrap import Running, by_name, inside, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.edges import unsupported
 from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, SCHEDULES, TELEMETRY, loaded_version
@@ -22,8 +22,9 @@ from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.start.restart import saved
 
 
-def _learn_sizes(wrapped, instance, args, kwargs):
-    result = wrapped(*args, **kwargs)
+@by_name
+def _learn_sizes(call, instance):
+    result = call()
     telemetry.learn_sizes(core.job.sizes)  # core.py has read them by now
     return result
 
@@ -42,12 +43,14 @@ def _forward():
 _optimizers = Running()
 
 
-def _optimizer_step(wrapped, instance, args, kwargs):
+@by_name
+def _optimizer_step(call, instance):
     recorder = telemetry.recorder
     if recorder is None or _optimizers.instances:
-        return wrapped(*args, **kwargs)
+        return call()
     with telemetry.span("optimizer"):
-        result = _optimizers(wrapped, instance, args, kwargs)
+        with _optimizers.on(instance):
+            result = call()
     recorder.step_done("engine")
     return result
 
@@ -64,24 +67,32 @@ def _stage(model: Any, micro_batches: int) -> Stage:
 
 
 @with_session
-def _schedule(current, wrapped, instance, args, kwargs):
+@by_name
+def _schedule(current, call, instance, model, num_microbatches, forward_only):
     """forward_backward_pipelining_without_interleaving, of training."""
-    if core.job.sizes is not None and not kwargs.get("forward_only"):
+    if core.job.sizes is not None and not forward_only:
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
 
-        model = kwargs["model"][0] if isinstance(kwargs["model"], list) else kwargs["model"]
+        chunk = model[0] if isinstance(model, list) else model
         group = parallel_state.get_pipeline_model_parallel_group()
         network_api = "" if isinstance(group, list) else network_api_of(backend_of(group))
-        if network_api and registry().is_on(EDGES.name) and not unsupported(get_model_config(model), kwargs):
-            count = kwargs["num_microbatches"]
-            begin_step(current, core.job.sizes, count, network_api, lambda: _stage(model, count))
-    return wrapped(*args, **kwargs)
+        adapts = network_api and registry().is_on(EDGES.name)
+        if adapts and not unsupported(get_model_config(chunk), call.arguments()):
+            begin_step(
+                current,
+                core.job.sizes,
+                num_microbatches,
+                network_api,
+                lambda: _stage(chunk, num_microbatches),
+            )
+    return call()
 
 
-def _save(wrapped, instance, args, kwargs):
+@by_name
+def _save(call, instance):
     """dist_checkpointing.save: one that is written in the background is whole when it is finalized."""
-    request = wrapped(*args, **kwargs)
+    request = call()
     if request is None:
         saved()
     else:
@@ -98,8 +109,7 @@ PATCHES = (
           inside(partial(telemetry.span, "backward"))),
     *(Patch(TELEMETRY, target, "the end of a step", _optimizer_step) for target in OPTIMIZER_STEPS),
     Patch(ADAPT, f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
-          "where a step of training begins", _schedule,
-          parameters=("model", "num_microbatches", "forward_only")),
+          "where a step of training begins", _schedule),
     Patch(RESTART, "megatron.core.dist_checkpointing.serialization:save",
           "no callback tells that a checkpoint is whole", _save),
 )  # fmt: skip

@@ -64,16 +64,18 @@ def two_level_hook(state, bucket):
 
 
 @with_session
-def _construct(current, wrapped, instance, args, kwargs):
+@by_name
+def _construct(current, call, instance):
     """DistributedDataParallel(...): the hook and size of buckets for two levels; the hook to go apart."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    given = call.given()
     sums, reason = _sums(given), _stays_stock(given)
     two_level = sums is not None and sums.two_level is not None
     apart = sums is not None and sums.device_type == "cpu" and sums.apart.settings is not None
     hooked = (two_level or apart) and not reason
     if hooked and two_level and not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
-        kwargs = {**kwargs, "bucket_cap_mb": sums.reduction.chunk_bytes / 2**20}
-    wrapped(*args, **kwargs)
+        call(bucket_cap_mb=sums.reduction.chunk_bytes / 2**20)
+    else:
+        call()
     if hooked:
         _install(instance, sums)
         weakref.finalize(instance, sums.close).atexit = False
@@ -134,13 +136,14 @@ def _stays_stock(given: dict[str, Any]) -> str:
 
 
 @by_name
-def _register(wrapped, instance, state, hook):
+def _register(call, instance, state, hook):
     """register_comm_hook of the program, where ours is in place."""
     import torch.distributed as dist
 
     ours = _installed.get(instance)
     if ours is None or ours.registered:  # torch says that one hook is the limit
-        return wrapped(state, hook)
+        return call()
+    call.refuse_unknown()
     instance._check_comm_hook(hook)
     instance.logger._set_comm_hook_name(hook.__qualname__)
     averages, wire = _wire_of(hook)
@@ -158,13 +161,14 @@ def _register(wrapped, instance, state, hook):
 
 
 @by_name
-def _register_builtin(wrapped, instance, comm_hook_type):
+def _register_builtin(call, instance, comm_hook_type):
     """The same for allreduce_hook and fp16_compress_hook, written in C++."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     ours = _installed.get(instance)
     if ours is None or ours.registered:
-        return wrapped(comm_hook_type)
+        return call()
+    call.refuse_unknown()
     hook = getattr(default_hooks, f"{comm_hook_type.name.lower()}_hook")
     instance.register_comm_hook(instance.process_group, hook)
 
@@ -183,9 +187,9 @@ def _wire_of(hook: Any) -> tuple[bool, Any]:
 
 
 @by_name
-def _count_joining(wrapped, instance, joinable):
+def _count_joining(call, instance, joinable):
     """Join.notify_join_context: the work that counts the ranks which have inputs, None outside join()."""
-    work = wrapped(joinable)
+    work = call()
     if state := _installed.get(joinable):
         state.joining = work
     return work

@@ -38,19 +38,18 @@ def tell_unused(current: Session) -> None:
 
 
 @with_session
-def _fully_shard(current, wrapped, instance, args, kwargs):
+@by_name
+def _fully_shard(current, call, instance, mesh, dp_mesh_dims=None):
     """fully_shard(module, mesh=...), every module of a model in turn."""
-    mesh = kwargs.get("mesh")
-    plain = kwargs.get("dp_mesh_dims") is None and (mesh is None or mesh.ndim == 1)
+    plain = dp_mesh_dims is None and (mesh is None or mesh.ndim == 1)
     if plain and (hybrid := _hybrid(current, mesh)) is not None:
-        kwargs = {**kwargs, "mesh": hybrid}
-    return wrapped(*args, **kwargs)
+        return call(mesh=hybrid)
+    return call()
 
 
 @with_session
 @by_name
-def _fully_sharded(current, wrapped, instance, module, process_group=None, sharding_strategy=None, *rest,
-                   device_mesh=None, **more):
+def _fully_sharded(current, call, instance, module, process_group, sharding_strategy, device_mesh):
     """FullyShardedDataParallel(module, ...), which calls itself for the modules inside."""
     from torch.distributed.fsdp import ShardingStrategy
 
@@ -60,14 +59,13 @@ def _fully_sharded(current, wrapped, instance, module, process_group=None, shard
     plain = not isinstance(process_group, tuple) and (device_mesh is None or device_mesh.ndim == 1)
     device_type = next((p.device.type for p in module.parameters()), "cpu")
     can = plain and given in strategies
-    if can and (hybrid := _hybrid(current, device_mesh, process_group, device_type)) is not None:
-        sharding_strategy = strategies[given]
-        if device_mesh is not None:
-            device_mesh = hybrid
-        else:
-            process_group = (hybrid.get_group(1), hybrid.get_group(0))
-    more |= {} if device_mesh is None else {"device_mesh": device_mesh}
-    return wrapped(module, process_group, sharding_strategy, *rest, **more)
+    hybrid = _hybrid(current, device_mesh, process_group, device_type) if can else None
+    if hybrid is None:
+        return call()
+    if device_mesh is not None:
+        return call(sharding_strategy=strategies[given], device_mesh=hybrid)
+    groups = (hybrid.get_group(1), hybrid.get_group(0))
+    return call(sharding_strategy=strategies[given], process_group=groups)
 
 
 def _hybrid(current: Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
@@ -102,16 +100,22 @@ def _hybrid(current: Session, mesh: Any, group: Any = None, device_type: str = "
 
 
 @with_session
-def _tell_root(current, wrapped, instance, args, kwargs):
-    """fully_shard's root before its first forward pass: now all units are known."""
+@by_name
+def _tell_root(current, call, instance):
+    """Print what sharding costs, once all units are known: before the first forward pass of the root.
+
+    Every unit calls its _lazy_init in every forward pass; only the root's first call has something to do.
+    """
     first = instance._is_root is None
-    wrapped(*args, **kwargs)
+    call()
+    if not first or not instance._is_root or current.rank != 0:
+        return
     groups = [
         group for state in instance._state_ctx.all_states
         for group in getattr(state, "_fsdp_param_groups", ()) or [state._fsdp_param_group]  # before 2.12
         if group is not None
     ]  # fmt: skip
-    if not first or not instance._is_root or current.rank != 0 or not groups:
+    if not groups:
         return
     weights = again = gradients = kept = 0.0
     for group in groups:
@@ -133,11 +137,12 @@ def _tell_root(current, wrapped, instance, args, kwargs):
 
 
 @with_session
-def _tell_root_of_1(current, wrapped, instance, args, kwargs):
+@by_name
+def _tell_root_of_1(current, call, instance, state):
     """The same for FullyShardedDataParallel's _lazy_init(state, root_module)."""
-    root = args[0]
+    root = state
     first = root._is_root is None
-    result = wrapped(*args, **kwargs)
+    result = call()
     flats = [state._handle.flat_param for state in root._all_fsdp_states if state._handle] if first else []
     hybrid = getattr(root, "_inter_node_pg", None) is not None
     if flats and root._is_root and current.rank == 0 and (_meshes or not hybrid):
@@ -192,7 +197,7 @@ _FSDP1 = "torch.distributed.fsdp"
 
 PATCHES = (
     Patch(FSDP, f"{_FSDP2}._fully_shard:fully_shard", "scripts know no clusters: here their mesh is given",
-          _fully_shard, parameters=("mesh",)),
+          _fully_shard),
     Patch(FSDP, f"{_FSDP2}._fsdp_state:FSDPState._lazy_init",
           "the first time that all units of a model are known", _tell_root),
     Patch(FSDP, f"{_FSDP1}.fully_sharded_data_parallel:FullyShardedDataParallel.__init__",

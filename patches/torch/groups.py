@@ -27,9 +27,9 @@ _C10D = "torch.distributed.distributed_c10d"
 
 @with_session
 @by_name
-def _host_store_where_launched(current, wrapped, instance, hostname, port, rank, *rest, **more):
+def _host_store_where_launched(current, call, instance, rank):
     """Host on the launcher's rank 0, whose address MASTER_ADDR is, whatever rank the process has now."""
-    store = wrapped(hostname, port, current.process.rank, *rest, **more)
+    store = call(rank=current.process.rank)
     if not current.process.agent_store:
         return store
     # torchrun's agents keep it when they restart the job: away from the addresses that dead ranks left there
@@ -40,56 +40,68 @@ def _host_store_where_launched(current, wrapped, instance, hostname, port, rank,
 
 @with_session
 @by_name
-def _give_group_its_nic(current, wrapped, instance, group_size, group_rank, global_ranks_in_group, backend,
-                        store, group_name, *rest, **more):
-    """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made. rest:
-    backend_options (pg_options before torch 2.6), timeout."""
+def _give_group_its_nic(
+    current,
+    call,
+    instance,
+    global_ranks_in_group,
+    backend,
+    store,
+    group_name,
+    timeout,
+    backend_options=None,
+    pg_options=None,  # before torch 2.6
+    group_desc=None,
+):
+    """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made."""
     if not global_ranks_in_group:
         agree_on_patches(store, current, waits=str(backend) != "fake")
     ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
-    arguments = group_size, group_rank, global_ranks_in_group, backend, store, group_name
     if current.rank not in ranks:
-        return wrapped(*arguments, *rest, **more)
-    by_keyword = [more.pop(name) for name in ("backend_options", "pg_options") if name in more]
-    options, *after = (*rest, *by_keyword) or (None,)
+        return call()
+    options_name, options = "backend_options", backend_options
+    if not call.accepts(options_name):
+        options_name, options = "pg_options", pg_options
     named = set(backends(str(backend)).values())
     current.backends |= named
     if "nccl" in named:
-        options = _options(current, ranks, options, after[0] if after else more.get("timeout"))
+        options = _options(current, ranks, options, timeout)
     if "gloo" in named:
         forget_before_exit()
     with gloo_interface(current.transport(ranks, "gloo")):
-        new_group = wrapped(*arguments, options, *after, **more)
-    _record(current, str(more.get("group_desc") or group_name), ranks, backend_named(str(backend)), options)
+        new_group = call(**{options_name: options})
+    _record(current, str(group_desc or group_name), ranks, backend_named(str(backend)), options)
     return new_group
 
 
 @with_session
 @by_name
-def _give_split_group_its_nic(current, wrapped, instance, parent_pg=None, split_ranks=None, timeout=None,
-                              pg_options=None, **more):
+def _give_split_group_its_nic(
+    current, call, instance, parent_pg, split_ranks, timeout, pg_options, group_desc=None
+):
     """The same for split_group, whose default is the parent's options: all but its network still are."""
     import torch.distributed as dist
 
     parent: Any = parent_pg or dist.group.WORLD
     my_part = next((part for part in split_ranks or () if dist.get_rank(parent) in part), None)
     if my_part is None:
-        return wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
+        return call()
     ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in my_part), backend_of(parent)
     if backend == "nccl":
         pg_options = _options(current, ranks, pg_options, timeout, options_of(parent))
     with gloo_interface(current.transport(ranks, "gloo")):
-        new_group = wrapped(parent_pg, split_ranks, timeout, pg_options, **more)
-    _record(current, more.get("group_desc") or "split", ranks, backend, pg_options)
+        new_group = call(pg_options=pg_options)
+    _record(current, group_desc or "split", ranks, backend, pg_options)
     return new_group
 
 
 @with_session
-def _let_threads_forget(current, wrapped, instance, args, kwargs):
+@by_name
+def _let_threads_forget(current, call, instance):
     """Before groups end: a thread of gloo that waits for Python holds the lock that their end needs."""
     if "gloo" in current.backends:
         let_threads_forget()
-    return wrapped(*args, **kwargs)
+    return call()
 
 
 #: Default groups made so far: a program may end torch.distributed and start it again.

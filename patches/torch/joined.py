@@ -101,17 +101,17 @@ def _offset(name: str, p: Any) -> int:
 
 
 @by_name
-def _share_out(wrapped, instance, dataset, num_replicas=None, rank=None, *rest, **more):
+def _share_out(call, instance, num_replicas, rank):
     """DistributedSampler: index i of the shuffled data set is job i mod K's, however many ranks jobs have."""
     job, jobs = training.part()
     if jobs == 1:
-        return wrapped(dataset, num_replicas, rank, *rest, **more)
+        return call()
     import torch.distributed as dist
 
     training.share()
     ranks = dist.get_world_size() if num_replicas is None else num_replicas
     mine = dist.get_rank() if rank is None else rank
-    return wrapped(dataset, jobs * ranks, job + jobs * mine, *rest, **more)
+    return call(num_replicas=jobs * ranks, rank=job + jobs * mine)
 
 
 PATCHES = (

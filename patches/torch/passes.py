@@ -32,16 +32,17 @@ _stages: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.WeakKeyDictio
 
 
 @with_session
-def _step(current, wrapped, instance, args, kwargs):
+@by_name
+def _step(current, call, instance):
     """step(), of schedules of one stage on a rank."""
     if not instance._has_backward:
-        return wrapped(*args, **kwargs)
+        return call()
     if instance not in _listed:
         _listed[instance] = _made(current, instance)
     runtime, undivided = _listed[instance]
     if runtime is None:
-        return wrapped(*args, **kwargs)
-    outputs = runtime.step(*args, **kwargs)
+        return call()
+    outputs = runtime.step(*call.args, **call.kwargs)
     if undivided:
         instance._stage.scale_grads(instance._n_microbatches if instance.scale_grads else 1)
     return outputs
@@ -108,28 +109,29 @@ def _with_receives(actions: list[Any], planned: PassOrder, stage: int) -> list[A
 
 
 @by_name
-def _forward(wrapped, instance, fwd_chunk_id, *rest, **more):
+def _forward(call, instance, fwd_chunk_id):
     if instance not in _stages or not instance.has_backward:
-        return wrapped(fwd_chunk_id, *rest, **more)
+        return call()
     with _stages[instance].of(fwd_chunk_id):
-        return wrapped(fwd_chunk_id, *rest, **more)
+        return call()
 
 
 @by_name
-def _backward(wrapped, instance, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
+def _backward(call, instance, bwd_chunk_id, full_backward, last_backward):
     """In one for autograd, without what waits."""
     if instance not in _stages:
-        return wrapped(bwd_chunk_id, loss, full_backward, last_backward)
-    result = wrapped(bwd_chunk_id, loss, full_backward=True, last_backward=False)
+        return call()
+    result = call(full_backward=True, last_backward=False)
     if full_backward:
         _stages[instance].make(bwd_chunk_id)
     return result
 
 
 @by_name
-def _weights(wrapped, instance, bwd_chunk_id, *rest, **more):
+def _weights(call, instance, bwd_chunk_id, last_backward=False):
     if instance not in _stages:
-        return wrapped(bwd_chunk_id, *rest, **more)
+        return call()
+    call.refuse_unknown()
     return _stages[instance].make(bwd_chunk_id)
 
 

@@ -89,16 +89,16 @@ def _unreduced(schedule: Any, stages: Any) -> str:
 class _Works(list[Any]):
     """What _batch_p2p returns: works, one by one, from torch 2.8 on; before, one that is waited for."""
 
-    def wait(self) -> None:
+    def wait(self, *args: Any, **kwargs: Any) -> None:
         for work in self:
-            work.wait()
+            work.wait(*args, **kwargs)
 
 
 @by_name
-def _over_pairs(wrapped, instance, p2p_ops, *rest, **more):
+def _over_pairs(call, instance, p2p_ops):
     """_batch_p2p: the operations of each pair over its group; a batch has one group."""
     if not p2p_ops or not (groups := _pairs.get(p2p_ops[0].group)):
-        return wrapped(p2p_ops, *rest, **more)
+        return call()
     import torch.distributed as dist
 
     of_group = defaultdict(list)
@@ -107,13 +107,14 @@ def _over_pairs(wrapped, instance, p2p_ops, *rest, **more):
         of_group[over].append(dist.P2POp(op.op, op.tensor, op.peer, over, op.tag))
     works = _Works()
     for ops in of_group.values():
-        started = wrapped(ops, *rest, **more)
+        started = call(p2p_ops=ops)
         works += started if isinstance(started, list) else [started]
     return works
 
 
 @with_session
-def _step(current, wrapped, instance, args, kwargs):
+@by_name
+def _step(current, call, instance):
     """step(), of schedules of one stage on a rank and of several."""
     global _open
     stages = getattr(instance, "_stages", None) or [instance._stage]
@@ -121,10 +122,10 @@ def _step(current, wrapped, instance, args, kwargs):
     trained = stages if instance._has_backward else ()
     waiting = {stage: state for stage in trained if (state := ddp.begin_later(stage.submod))}
     if not waiting:  # a step inside another's (passes.py), too
-        return wrapped(*args, **kwargs)
+        return call()
     _open = dict.fromkeys(waiting, lambda: None)
     try:
-        result = wrapped(*args, **kwargs)
+        result = call()
         for stage, state in waiting.items():
             state.finish()
             _open[stage]()
@@ -135,11 +136,12 @@ def _step(current, wrapped, instance, args, kwargs):
     return result
 
 
-def _scale(wrapped, instance, args, kwargs):
+@by_name
+def _scale(call, instance):
     """scale_grads(grad_scale_factor), which divides gradients by the number of micro-batches."""
     if instance not in _open:
-        return wrapped(*args, **kwargs)
-    _open[instance] = lambda: wrapped(*args, **kwargs)
+        return call()
+    _open[instance] = call
 
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"

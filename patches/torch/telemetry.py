@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.torch.features import TELEMETRY
 from holmes_ext.runtime.measure import telemetry
 
@@ -77,15 +78,17 @@ def _wait(original: Any) -> Any:
     return wait
 
 
-def _start_coalescing(wrapped, instance, args, kwargs):
+@by_name
+def _start_coalescing(call, instance):
     if telemetry.recorder is not None:
         telemetry.recorder.coalescing[id(instance)] = []
-    return wrapped(*args, **kwargs)
+    return call()
 
 
-def _end_coalescing(wrapped, instance, args, kwargs):
+@by_name
+def _end_coalescing(call, instance):
     """The one work of a block stands for all its operations."""
-    work = wrapped(*args, **kwargs)
+    work = call()
     if telemetry.recorder is not None:
         telemetry.recorder.block_ended(instance, work)
     return work

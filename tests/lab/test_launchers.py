@@ -4,6 +4,7 @@ integration_tests/launchers/."""
 import os
 import shlex
 import subprocess
+from types import SimpleNamespace
 
 import clusters
 import pytest
@@ -12,7 +13,7 @@ from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.lab import Lab
 from holmes_ext.lab.launchers import slurm, ssh
-from holmes_ext.lab.launchers.command import command_line, starts_itself
+from holmes_ext.lab.launchers.command import command_line, started, starts_itself
 from holmes_ext.lab.launchers.daemons import Daemons
 from holmes_ext.lab.network.shaping import lay_out, login_node
 from holmes_ext.lab.rights import program
@@ -96,6 +97,21 @@ def test_a_missing_program_is_named_with_its_package(monkeypatch):
     monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda *_, **__: None)
     with pytest.raises(HolmesError, match="need `slurmctld`, which is missing; apt-get install slurm-wlm"):
         program("slurmctld")
+
+
+@pytest.mark.parametrize("launcher, package", [("mpirun", "openmpi-bin"), ("srun", "slurm-wlm")])
+def test_a_missing_launcher_is_named_with_its_package(launcher, package, monkeypatch):
+    """Before any daemon starts. A command that names another path of the launcher needs nothing on PATH."""
+    def no_daemons(*_):
+        raise HolmesError("the daemons start")
+
+    monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("holmes_ext.lab.launchers.command.Daemons", no_daemons)
+    where = {"order": None, "processes": 1, "env": {}, "accelerator": None}
+    for command, expected in ((JOB, f"need `{launcher}`, which is missing; apt-get install {package}"),
+                              ([f"/opt/bin/{launcher}", "true"], "the daemons start")):
+        with pytest.raises(HolmesError, match=expected):
+            started(SimpleNamespace(nodes=lay_out(SPEC, 1.0), spec=SPEC), launcher, command, **where)
 
 
 def test_daemons_need_root(monkeypatch):

@@ -264,9 +264,11 @@ def test_the_interleaved_schedule_is_refused(monkeypatch):
 
     monkeypatch.setattr(session, "_active", SimpleNamespace(options=Options(profile="2")))
 
-    def schedule(*, model, forward_only=False):
+    def schedule(*, model, num_microbatches, seq_length, micro_batch_size, forward_only=False):
         return "ran"
 
+    arguments = {"model": [1, 2], "num_microbatches": 4, "seq_length": 8, "micro_batch_size": 1}
+
     with pytest.raises(HolmesError, match="--holmes-profile: the interleaved schedule is not measured"):
-        megatron_profile._schedule(schedule, None, (), {"model": [1, 2]})
-    assert megatron_profile._schedule(schedule, None, (), {"model": [1, 2], "forward_only": True}) == "ran"
+        megatron_profile._schedule(schedule, None, (), arguments)
+    assert megatron_profile._schedule(schedule, None, (), {**arguments, "forward_only": True}) == "ran"

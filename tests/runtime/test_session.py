@@ -91,10 +91,13 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     seen = []
 
-    def torchs_own(size, place, ranks, backend, store, name, options=None):
+    def torchs_own(
+        group_size, group_rank, global_ranks_in_group, backend, store, group_name,
+        backend_options=None, timeout=None,
+    ):  # fmt: skip
         import os
 
-        seen.append((os.environ.get("GLOO_SOCKET_IFNAME"), options))
+        seen.append((os.environ.get("GLOO_SOCKET_IFNAME"), backend_options))
 
     for kind, ranks in plan.groups():
         for rank in rng.sample(ranks, min(3, len(ranks))):

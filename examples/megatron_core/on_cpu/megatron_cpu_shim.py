@@ -200,8 +200,8 @@ def _optimizer(torch):
     torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None
     load = torch.optim.Optimizer.load_state_dict
 
-    def load_and_part(self, state_dict):
-        result = load(self, state_dict)
+    def load_and_part(self, *args, **kwargs):
+        result = load(self, *args, **kwargs)
         for state in self.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
@@ -210,22 +210,22 @@ def _optimizer(torch):
     torch.optim.Optimizer.load_state_dict = load_and_part
     describe = torch.optim.Adam.state_dict
 
-    def begun(self):
+    def begun(self, *args, **kwargs):
         if not self.state:
             for param in (param for group in self.param_groups for param in group["params"]):
                 self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param),
                                      "exp_avg_sq": torch.zeros_like(param)}
-        return describe(self)
+        return describe(self, *args, **kwargs)
 
     torch.optim.Adam.state_dict = begun  # AdamW is a kind of Adam
 
     def keep_step(module):
         put = module.DistributedOptimizer._set_main_param_and_optimizer_states
 
-        def put_with_step(self, model_param, tensors):
+        def put_with_step(self, model_param, tensors, *args, **kwargs):
             group, place = self.model_param_group_index_map[model_param]
             step = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]["step"]
-            return put(self, model_param, {"step": step.clone(), **tensors})
+            return put(self, model_param, {"step": step.clone(), **tensors}, *args, **kwargs)
 
         module.DistributedOptimizer._set_main_param_and_optimizer_states = put_with_step
 

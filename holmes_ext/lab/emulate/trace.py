@@ -93,8 +93,8 @@ class _Awaited(wrapt.ObjectProxy):
         super().__init__(work)
         self._self_done = done
 
-    def wait(self, *args: Any) -> Any:
-        result = self.__wrapped__.wait(*args)
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.__wrapped__.wait(*args, **kwargs)
         done, self._self_done = self._self_done, lambda: None
         done()
         return result

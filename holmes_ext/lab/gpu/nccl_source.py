@@ -1,5 +1,12 @@
-"""NCCL's source, from which its host code is compiled: a checkout, or an archive of one (.tar.gz), unpacked
-into the cache."""
+"""Finds NCCL's source, from which the host code of the emulated GPUs' NCCL is compiled.
+
+The first of these that is given or exists is used. Each is a checkout, or an archive of one
+(.tar.gz), which is unpacked into the cache:
+
+    --nccl-source               of `holmes lab build` and `holmes lab run --gpu`
+    $HOLMES_NCCL_SOURCE
+    ~/.cache/holmes_ext/nccl    `make checkouts` clones it
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from holmes_ext.document import write_whole
 from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_NCCL_SOURCE"
@@ -20,8 +26,6 @@ REPOSITORY = "https://github.com/NVIDIA/nccl"
 #: The releases whose numbers were tried; others of the same minor versions are taken, and tried when they are
 #: built.
 TRIED = ("2.27.7", "2.28.9", "2.29.7", "2.30.7")
-#: In the cache: which source was taken last.
-_LAST = "nccl_source"
 
 
 @dataclass(frozen=True)
@@ -42,22 +46,34 @@ class NcclSource:
         return "{}{:02}{:02}".format(*self.version)
 
 
+def default_nccl_folder() -> Path:
+    """Return the folder whose checkout is used if no other source is given. It need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "holmes_ext", "nccl").absolute()
+
+
 def find_nccl(option: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSource:
-    """option: of --nccl-source; without it HOLMES_NCCL_SOURCE counts, else the source that was taken last.
-    wanted: the version that an error advises. HolmesError where there is none, or it is not emulated."""
-    last = cache / _LAST
-    where = option or os.environ.get(VARIABLE) or (last.read_text().strip() if last.exists() else "")
-    if not where:
-        raise HolmesError(
-            f"--gpu builds NCCL's host code from its source: git clone -b v{wanted}-1 {REPOSITORY}, then"
-                          f" give the folder to --nccl-source or {VARIABLE}")
-    path = Path(where).resolve()
+    """Return the source of NCCL.
+
+    Args:
+        option: The value of --nccl-source, or None.
+        cache: The folder into which an archive is unpacked.
+        wanted: The version that an error message recommends.
+
+    Raises:
+        HolmesError: There is no source, or its version is not emulated.
+    """
+    given = option or os.environ.get(VARIABLE)
+    path = Path(given).resolve() if given else default_nccl_folder()
+    if given and not path.exists():
+        raise HolmesError(f"{given}: there is no such NCCL source; git clone -b v{wanted}-1 {REPOSITORY}")
     if not path.exists():
-        raise HolmesError(f"{where}: there is no such NCCL source; git clone -b v{wanted}-1 {REPOSITORY}")
-    source = _read(path if path.is_dir() else _unpacked(path, cache), where)
-    cache.mkdir(parents=True, exist_ok=True)
-    write_whole(last, f"{path}\n")
-    return source
+        raise HolmesError(
+            f"--gpu compiles NCCL's host code from its source: git clone -b v{wanted}-1 {REPOSITORY} {path}, "
+            f"or name another folder with --nccl-source or {VARIABLE}"
+        )
+    folder = path if path.is_dir() else _unpacked(path, cache)
+    return _read(folder, given or str(path))
 
 
 def _read(folder: Path, where: str) -> NcclSource:

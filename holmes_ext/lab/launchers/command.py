@@ -20,6 +20,7 @@ from holmes_ext.lab.launchers.daemons import Daemons
 from holmes_ext.lab.network.shaping import LOGIN
 from holmes_ext.lab.process import ranks
 from holmes_ext.lab.process.job import Job
+from holmes_ext.lab.rights import PACKAGES, program
 
 #: Launcher -> the daemons that it needs.
 NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -43,6 +44,8 @@ def started(lab: Lab, launcher: str, command: Sequence[str], *, order: Sequence[
     if order is not None:
         nodes.sort(key=lambda node: order.index(node.name))
     count = ranks.processes_for_each(nodes, processes, lab.spec.source)
+    if launcher in PACKAGES and not starts_itself(launcher, command):
+        program(launcher)  # raises a HolmesError that names the package to install
     names = [node.name for node in nodes]
     daemons = Daemons(lab, NEEDS[launcher], names, count, env, accelerator)
     argv = command_line(launcher, names, count, command, daemons.directory)

@@ -18,19 +18,19 @@ from holmes_ext.runtime.groups.kinds import kind_of
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.words import some_of, tell_user
 
-#: Optimizer steps after which it is compared: DeepSpeed's first one runs the engine's own schedule.
+#: Training steps after which it is compared: DeepSpeed's first one runs the engine's own schedule.
 STEPS = 2
 _RINGS = {True: "in two levels", False: "in one ring"}
 _TIMES = {True: "under the last backward pass", False: "after the backward pass"}
 
 
 class Comparison:
-    """Counts optimizer steps; after STEPS of them compares, once. put: takes the document for the report."""
+    """Counts training steps; after STEPS of them compares, once. put: takes the document for the report."""
 
     def __init__(self, current: Session, put: Callable[[dict[str, Any]], None]):
         self.current, self.put, self.steps = current, put, 0
 
-    def step_done(self, *_: Any) -> None:
+    def step_done(self) -> None:
         self.steps += 1
         if self.steps == STEPS:
             deviations = dict(differences(self.current))

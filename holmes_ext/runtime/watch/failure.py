@@ -36,15 +36,25 @@ _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){
 
 
 def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, error: str) -> str:
-    """One line: who sees it, `what` failed on which fabric, what the transport says, which node that means;
-    or what another rank refused, if that ended it."""
+    """Return the line for the user on a failed reduction: the rank and its node, what was reduced, over which
+    fabric, the node that is lost, and the transport's error.
+
+    If another rank ended the job because it refused bad input, the line repeats that rank's message instead.
+
+    Args:
+        what: The gradients that were reduced, e.g. "bucket 0 of 8".
+        ranks: The members of the group.
+        fabric: The network of the group; None if the plan has none for it.
+        error: The transport's message.
+    """
     import torch.distributed as dist
 
+    current = session.active()
+    reporter = me(current) if current else f"rank {dist.get_rank()}"
     where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
-    return _or_refused(f"rank {dist.get_rank()}", (
-        f"the reduction of {what} failed over {where} in the group of ranks"
-        f" {some_of(ranks)}{_lost_node(error, ranks)}: {_last_line(error)}"
-    )).removeprefix(INPUT)
+    failed = (f"the reduction of {what} failed over {where} in the group of ranks {some_of(ranks)}"
+              f"{_lost_node(error, ranks)}: {_last_line(error)}")
+    return _or_refused(reporter, failed).removeprefix(INPUT)
 
 
 def explain(error: BaseException) -> str | None:

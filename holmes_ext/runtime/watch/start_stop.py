@@ -15,6 +15,7 @@ from typing import Any
 from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime.adapt import learning
 from holmes_ext.runtime.measure import clock, telemetry
+from holmes_ext.runtime.measure.optimizer_steps import StepCounter
 from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import STORE_S, connect
@@ -106,30 +107,37 @@ def hook_optimizers(recorder: telemetry.Recorder) -> None:
     from torch.optim import optimizer
 
     begun: list[Any] = []
+    counter = StepCounter()
 
     def before(*_: Any) -> None:
         begun.append(telemetry.span("optimizer"))
         begun[-1].__enter__()
 
-    def after(*_: Any) -> None:
+    def after(stepped: Any, *_: Any) -> None:
         if begun:
             begun.pop().__exit__(None, None, None)
-        recorder.step_done("optimizer")
+        if counter.ends_step(stepped):
+            recorder.step_done("optimizer")
 
     register = optimizer.register_optimizer_step_pre_hook, optimizer.register_optimizer_step_post_hook
     _Running.hooks += [add(hook) for add, hook in zip(register, (before, after))]
 
 
 def compare_with_plan(current: Session) -> None:
-    """After the first optimizer steps (as_planned.py)."""
+    """Compare after the first training steps (as_planned.py)."""
     from torch.optim import optimizer
 
     def put(document: dict[str, Any]) -> None:
         if _Running.writer is not None:
             _Running.writer.put(document)
 
-    compared = Comparison(current, put)
-    _Running.hooks.append(optimizer.register_optimizer_step_post_hook(compared.step_done))
+    compared, counter = Comparison(current, put), StepCounter()
+
+    def after(stepped: Any, *_: Any) -> None:
+        if counter.ends_step(stepped):
+            compared.step_done()
+
+    _Running.hooks.append(optimizer.register_optimizer_step_post_hook(after))
 
 
 def unhook_optimizers() -> None:

@@ -2,8 +2,7 @@
 
     python -m pytest integration_tests/gpu/operators     with the CUDA build of torch (make gpu)
 
-Alone, because a process gets its libraries when it starts. HOLMES_TEST_FULL=1 tries all samples of all
-operators.
+Alone, because a process gets its libraries when it starts.
 """
 
 import os

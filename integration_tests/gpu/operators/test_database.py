@@ -1,22 +1,18 @@
 """Hundreds of operators of torch's own database: the same bits on the CPU and on an emulated GPU, and the
 same strides.
 
-HOLMES_TEST_FULL=1: all samples and types; else 2 samples of the first type and of one other.
+Exhaustive: all samples and types; else 2 samples of the first type and of one other.
 """
-
-import os
 
 import pytest
 
 from integration_tests.gpu.operators import database
 
-FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
-
 
 @pytest.mark.parametrize("op", database.operators(), ids=database.title)
-def test_same_bits(op):
+def test_same_bits(op, exhaustive):
     if reason := database.OTHERWISE.get(op.name) or database.OTHERWISE.get(database.title(op)):
         pytest.skip(reason)
     types = database.dtypes_of(op)
-    for dtype in types if FULL else types[:1] + types[-1:]:
-        assert list(database.differences(op, dtype, most=1000 if FULL else 2)) == []
+    for dtype in types if exhaustive else types[:1] + types[-1:]:
+        assert list(database.differences(op, dtype, most=1000 if exhaustive else 2)) == []

@@ -13,6 +13,7 @@ from typing import Any
 
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron.features import GATHER
 
 _EIGHT_BIT = ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather")
@@ -50,9 +51,10 @@ def _groups(ddp: Any) -> Iterator[Any]:
     yield from ddp.expert_parallel_bucket_groups
 
 
-def _gather_after_step(wrapped, instance, args, kwargs):
+@by_name
+def _gather_after_step(call, instance):
     """step_with_ready_grads, which leaves the gather to the forward pass where it is overlapped."""
-    done = wrapped(*args, **kwargs)
+    done = call()
     if getattr(instance.ddp_config, "gather_by_plan", False):
         # experts have another optimizer
         bucket_ids = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}

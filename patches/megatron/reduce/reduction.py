@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import whole, with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron.core import job
 from holmes_ext.patches.megatron.features import REDUCTION
 from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
@@ -43,22 +43,22 @@ def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
 
 
 @with_session
-def _reduce_as_planned(current, wrapped, instance, args, kwargs):
+@by_name
+def _reduce_as_planned(current, call, instance):
     """DistributedDataParallel.__init__ with overlap and buckets for the fabric of this stage's group."""
     if (sizes := job.sizes or current.plan.sizes) is None:
-        return wrapped(*args, **kwargs)
-    bound = whole(wrapped, args, kwargs)
-    given = bound.arguments
+        return call()
+    given = call.arguments()
     ddp_config, group = given["ddp_config"], _reduction_group(given)
     ranks, backend = group_ranks(group), backend_of(group)
     stage = current.stages(sizes, backend)[sizes.stage(current.rank)]
     if not stage.overlap or current.fabric_of(ranks, backend) is None:  # nothing to wait for, or in one node
-        return wrapped(*args, **kwargs)
+        return call()
     if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
         tell_that_buckets_stay(current)
         overlap = ddp_config.overlap_grad_reduce
         session.note_reduction(ranks, stage, 0, two_levels=False, overlap=overlap, reported=True)
-        return wrapped(*args, **kwargs)
+        return call()
     count = sum(param.numel() for param in given["module"].parameters() if param.requires_grad)
     elements = max(1, current.reduction(ranks, backend, 4 * count).bucket_bytes // 4)
     default = max(40_000_000, 1_000_000 * len(ranks))
@@ -75,8 +75,9 @@ def _reduce_as_planned(current, wrapped, instance, args, kwargs):
     token = _bucket.set(chosen)
     try:
         if chosen is not None and "full_param_layout" in given and ddp_config.use_distributed_optimizer:
-            given["full_param_layout"] = _distributed_layout(given, chosen)
-        result = wrapped(*bound.args, **bound.kwargs)
+            result = call(full_param_layout=_distributed_layout(given, chosen))
+        else:
+            result = call()
     finally:
         _bucket.reset(token)
     if gather:
@@ -116,31 +117,36 @@ def _distributed_layout(given: Mapping[str, Any], elements: int):
     return layout(params, elements, ranks, ddp_config, expert_data_parallel_world_size=experts)
 
 
-def _bucket_as_planned(wrapped, instance, args, kwargs):
+@by_name
+def _bucket_as_planned(
+    call,
+    instance,
+    bucket_size,
+    ddp_config,
+    data_parallel_group,
+    params=None,
+    params_with_names=(),
+    param_layout=None,
+):
     """_ParamAndGradBuffer.__init__, which is told no bucket size on every stage but the first."""
     if (elements := _bucket.get()) is None:
-        return wrapped(*args, **kwargs)
-    bound = whole(wrapped, args, kwargs)
-    given = bound.arguments
-    ddp_config = given["ddp_config"]
-    if given["bucket_size"] is None or getattr(ddp_config, "buckets_by_plan", False):
-        given["bucket_size"] = elements
-        if ddp_config.use_distributed_optimizer and given.get("param_layout") is None:  # before 0.18
-            params = given.get("params") or [param for param, _ in given["params_with_names"]]  # 0.17
-            ranks = given["data_parallel_group"].size()
-            given["bucket_size"] = megatron_buckets.of_buffer(params, ranks, ddp_config, elements)
-    return wrapped(*bound.args, **bound.kwargs)
+        return call()
+    if bucket_size is not None and not getattr(ddp_config, "buckets_by_plan", False):
+        return call()
+    if ddp_config.use_distributed_optimizer and param_layout is None:  # before 0.18
+        params = params or [param for param, _ in params_with_names]  # 0.17
+        ranks = data_parallel_group.size()
+        elements = megatron_buckets.of_buffer(params, ranks, ddp_config, elements)
+    return call(bucket_size=elements)
 
 
-def _lay_out_unpadded(wrapped, instance, args, kwargs):
+@by_name
+def _lay_out_unpadded(call, instance, params, bucket_size, data_parallel_world_size, ddp_config):
     """DistributedOptimizer._compute_per_buffer_param_layout."""
     if (elements := _bucket.get()) is None:
-        return wrapped(*args, **kwargs)
-    bound = whole(wrapped, args, kwargs)
-    given = bound.arguments
-    ranks, ddp_config = given["data_parallel_world_size"], given["ddp_config"]
-    given["bucket_size"] = megatron_buckets.of_buffer(given["params"], ranks, ddp_config, elements)
-    return wrapped(*bound.args, **bound.kwargs)
+        return call()
+    ranks = data_parallel_world_size
+    return call(bucket_size=megatron_buckets.of_buffer(params, ranks, ddp_config, elements))
 
 
 PATCHES = (
@@ -148,11 +154,9 @@ PATCHES = (
           "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
           _reduce_as_planned, parameters=("config", "ddp_config", "module", "disable_bucketing")),
     Patch(REDUCTION, "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
-          "bucket_size is None on every stage but the first", _bucket_as_planned,
-          parameters=("bucket_size", "ddp_config", "data_parallel_group")),
+          "bucket_size is None on every stage but the first", _bucket_as_planned),
     Patch(REDUCTION,
           "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
           "buckets that need no padding: checkpoints of these versions drop it", _lay_out_unpadded,
-          parameters=("params", "bucket_size", "data_parallel_world_size", "ddp_config"),
           only=">=0.18,<0.20"),
 )  # fmt: skip

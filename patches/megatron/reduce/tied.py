@@ -10,32 +10,33 @@ from __future__ import annotations
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import whole, with_session
+from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import TIED
 
 
 @with_session
-def _all_reduce(current, wrapped, instance, args, kwargs):
+@by_name
+def _all_reduce(
+    current, call, instance, model, embd_group, pp_group, weight_getter, skip_if_none=True, config=None
+):
     """_allreduce_embedding_grad, of word embeddings."""
-    given = whole(wrapped, args, kwargs).arguments
-    group = given["embd_group"]
-    chunk = _own_chunk(given["model"], given["pp_group"])
-    if core.job.sizes is None or not _in(group) or chunk is None:
-        return wrapped(*args, **kwargs)
+    chunk = _own_chunk(model, pp_group)
+    if core.job.sizes is None or not _in(embd_group) or chunk is None or call.unknown():
+        return call()
     import torch
     from megatron.core.utils import get_attr_wrapped_model
 
     module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    weight = given["weight_getter"](module)
+    weight = weight_getter(module)
     gradient = getattr(weight, "main_grad", None)
     if type(gradient) is not torch.Tensor:  # none, or a DTensor
-        return wrapped(*args, **kwargs)
+        return call()
     from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
 
-    tied_sum = tied_sum_of(group, core.job.sizes, gradient.device.type)
+    tied_sum = tied_sum_of(embd_group, core.job.sizes, gradient.device.type)
     if tied_sum is None or not tied_sum.takes(gradient):
-        return wrapped(*args, **kwargs)
+        return call()
     if (shard := own_shard(chunk, weight)) is not None:
         flat, (start, stop) = gradient.view(-1), shard
         flat[:start].zero_()
@@ -77,6 +78,5 @@ def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
 
 PATCHES = (
     Patch(TIED, "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
-          "every data-parallel rank would send the whole gradient to another cluster", _all_reduce,
-          parameters=("model", "embd_group", "pp_group", "weight_getter")),
+          "every data-parallel rank would send the whole gradient to another cluster", _all_reduce),
 )  # fmt: skip

@@ -87,12 +87,33 @@ def nccl_checkout(folder, version="2.29.7"):
 
 
 @pytest.fixture
-def without_source(monkeypatch):
+def without_source(monkeypatch, tmp_path):
+    """No source is given, and the user's cache is empty."""
     monkeypatch.delenv(nccl_source.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
 
 
 def test_no_nccl_source(without_source, tmp_path):
-    with pytest.raises(HolmesError, match="git clone -b v2.29.7-1 https://github.com/NVIDIA/nccl, then give"):
+    command = f"git clone -b v2.29.7-1 {nccl_source.REPOSITORY} {tmp_path}/user/holmes_ext/nccl, or name"
+    with pytest.raises(HolmesError, match=command):
+        nccl_source.find_nccl(None, tmp_path)
+
+
+def test_the_first_nccl_source_that_is_given_is_used(without_source, monkeypatch, tmp_path):
+    nccl_checkout(tmp_path / "user" / "holmes_ext" / "nccl", "2.27.7")
+    variable = nccl_checkout(tmp_path / "variable", "2.28.9")
+    option = nccl_checkout(tmp_path / "option", "2.29.7")
+    assert nccl_source.find_nccl(None, tmp_path).name == "2.27.7"
+    monkeypatch.setenv(nccl_source.VARIABLE, str(variable))
+    assert nccl_source.find_nccl(None, tmp_path).name == "2.28.9"
+    assert nccl_source.find_nccl(str(option), tmp_path).name == "2.29.7"
+
+
+def test_a_variable_that_names_no_folder_is_an_error(without_source, monkeypatch, tmp_path):
+    """The checkout in the user's cache is not used instead."""
+    nccl_checkout(tmp_path / "user" / "holmes_ext" / "nccl")
+    monkeypatch.setenv(nccl_source.VARIABLE, str(tmp_path / "nowhere"))
+    with pytest.raises(HolmesError, match="nowhere: there is no such NCCL source"):
         nccl_source.find_nccl(None, tmp_path)
 
 
@@ -109,13 +130,15 @@ def test_a_source_that_will_not_do(without_source, tmp_path, make, said):
         nccl_source.find_nccl(str(make(tmp_path)), tmp_path / "cache")
 
 
-def test_an_archive_is_unpacked_once_and_the_source_remembered(without_source, tmp_path):
+def test_an_archive_is_unpacked_once(without_source, tmp_path):
     archive = tmp_path / "nccl.tar.gz"
     with tarfile.open(archive, "w:gz") as file:
         file.add(nccl_checkout(tmp_path / "nccl-2.29.7-1"), "nccl-2.29.7-1")
     first = nccl_source.find_nccl(str(archive), tmp_path / "cache")
     assert first.name == "2.29.7" and first.code == "22907"
-    assert nccl_source.find_nccl(None, tmp_path / "cache") == first
+    marker = first.folder / "src" / "kept.cc"
+    marker.write_text("")  # would be gone if the archive was unpacked again
+    assert nccl_source.find_nccl(str(archive), tmp_path / "cache").folder == first.folder and marker.exists()
 
 
 def python_with(folder, version, cuda):

@@ -31,8 +31,8 @@ class Letting:
 def steps(held, micro_batches, stage):
     box = Letting()
     engine = SimpleNamespace(loss=None, grad_layer=None)
-    sizes = dict(micro_batches=micro_batches, stages=len(held), stage_id=stage)
-    made = edges._schedule_class()(ReceiveOrder(held), engine, box, **sizes)
+    stock = schedule.TrainSchedule(micro_batches=micro_batches, stages=len(held), stage_id=stage)
+    made = edges._schedule_class()(stock, ReceiveOrder(held), engine, box)
     return made, list(made.steps()), box
 
 

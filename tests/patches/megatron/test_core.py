@@ -144,6 +144,16 @@ def test_recomputation_in_units_that_a_stage_would_cut():
         megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=False)
 
 
+def test_where_the_last_unit_ends_is_looked_up_once(monkeypatch):
+    """Megatron-LM's get_batch makes a TransformerConfig in every micro-batch."""
+    searched = []
+    monkeypatch.setattr(megatron_core, "find_spec", searched.append)
+    megatron_core._last_unit_ends_with_stage.cache_clear()
+    assert [megatron_core._last_unit_ends_with_stage() for _ in range(3)] == [False] * 3
+    megatron_core._last_unit_ends_with_stage.cache_clear()
+    assert searched == ["megatron.core.recompute"]
+
+
 def test_no_sync_functions_for_one_chunk_and_for_several():
     one, other = SimpleNamespace(no_sync="one"), SimpleNamespace(no_sync="other")
     config = SimpleNamespace(virtual_pipeline_model_parallel_size=None, no_sync_func=None)

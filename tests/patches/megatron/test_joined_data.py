@@ -60,13 +60,17 @@ def test_a_part_looks_like_the_data_set():
 def test_all_jobs_build_an_index_of_all_parts(job):
     job("part=1/3")
     told = []
-    joined._enlarge(lambda provider, numbers: provider(numbers), None, (told.append, (100, None, 8)), {})
+
+    def build(build_train_valid_test_datasets_provider, numbers):
+        build_train_valid_test_datasets_provider(numbers)
+
+    joined._enlarge(build, None, (told.append, (100, None, 8)), {})
     assert told == [(300, None, 24)]
 
 
 def test_without_parts_and_for_loaders_of_the_script_nothing_changes(job):
     whole, stream = Data(range(4)), iter(range(4))
-    assert joined._share_out(lambda one: one, None, (whole,), {}) is whole  # no joined job at all
+    assert joined._share_out(lambda dataset: dataset, None, (whole,), {}) is whole  # no joined job at all
     job("part=0/2")
-    assert joined._share_out(lambda one: one, None, (None,), {}) is None
-    assert joined._share_out(lambda one: one, None, (stream,), {}) is stream
+    assert joined._share_out(lambda dataset: dataset, None, (None,), {}) is None
+    assert joined._share_out(lambda dataset: dataset, None, (stream,), {}) is stream

@@ -106,6 +106,7 @@ CASES = {
 
 
 # NCCL sums no sparse tensors
+@pytest.mark.row("DDP")
 @pytest.mark.parametrize("case", [pytest.param(case, marks=gloo_only) if case == "sparse" else case
                                   for case in CASES])
 def test_weights_are_stock_s(case):

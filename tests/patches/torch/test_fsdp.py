@@ -3,6 +3,7 @@ checkpoints."""
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,28 @@ def start(rank, *clusters, world=4, **options):
     session.set_active(current)
     registry().enable(["fsdp"], required=True)
     sys.stderr = io.StringIO()
+
+
+def test_units_are_looked_through_once(monkeypatch):
+    """Every unit's _lazy_init runs in every forward pass."""
+
+    class Context:
+        looks = 0
+
+        @property
+        def all_states(self):
+            Context.looks += 1
+            return []
+
+    state = SimpleNamespace(_is_root=None, _state_ctx=Context())
+
+    def lazy_init():
+        state._is_root = True
+
+    monkeypatch.setattr(session, "_active", SimpleNamespace(rank=0))
+    for _ in range(3):
+        fsdp_patches._tell_root(lazy_init, state, (), {})
+    assert Context.looks == 1
 
 
 def said():
@@ -108,6 +131,7 @@ CASES = {
 }
 
 
+@pytest.mark.row("FSDP2")
 @pytest.mark.parametrize("case", some(CASES, "accumulation", "bf16"))
 def test_hybrid_has_stock_s_losses(case):
     answers = run_ranks(both, 4, *CASES[case])
@@ -222,6 +246,7 @@ def first_kind(rank, strategy, options):
     return made, said(), len(fsdp_patches._meshes)
 
 
+@pytest.mark.row("FSDP1")
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, None])
 def test_fsdp1_in_hybrid_has_stock_s_losses(strategy):
     for (stock, ours), _, meshes in run_ranks(first_kind, 4, strategy, {"fsdp": "hybrid"}, timeout_s=180):

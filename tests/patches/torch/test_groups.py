@@ -1,3 +1,4 @@
+import inspect
 import itertools
 import threading
 from datetime import timedelta
@@ -5,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.rendezvous import _create_c10d_store
 
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
@@ -30,19 +32,39 @@ def session_of(rank, world=2, plan="same"):
     )  # fmt: skip
 
 
+def new_process_group_helper(
+    group_size, group_rank, global_ranks_in_group, backend, store, group_name,
+    backend_options=None, timeout=None, pg_tag=None, device_id=None, group_desc=None,
+):  # fmt: skip
+    """The signature of torch 2.6 and newer."""
+
+
+def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
+    """The signature of torch 2.5 and newer."""
+
+
+def recording(got, function, result=None):
+    """Return a function like torch's, which adds the arguments of its calls to `got`, by name."""
+    signature = inspect.signature(function)
+
+    def target(*args, **kwargs):
+        got.append(dict(signature.bind(*args, **kwargs).arguments))
+        return result
+
+    target.__signature__ = signature
+    return target
+
+
 @pytest.mark.parametrize("launched, asked, hosting", [(0, 3, True), (2, 0, False), (1, 1, False)])
 def test_the_store_stays_where_the_launcher_put_it(process, launched, asked, hosting):
     process.rank = launched
     got = []
-    torch_distributed._host_store_where_launched(
-        lambda *a, **k: got.append((a, k)), None, ("host", 1, asked, 4, None), {}
-    )
-    ((arguments, _),) = got
-    assert (arguments[2] == 0) is hosting and arguments[:2] == ("host", 1)
-    torch_distributed._host_store_where_launched(
-        lambda *a, **k: got.append((a, k)), None, (), dict(hostname="host", port=1, rank=asked, world_size=4)
-    )
-    assert (got[1][0][2] == 0) is hosting
+    create = recording(got, _create_c10d_store)
+    torch_distributed._host_store_where_launched(create, None, ("host", 1, asked, 4, None), {})
+    named = dict(hostname="host", port=1, rank=asked, world_size=4, timeout=None)
+    torch_distributed._host_store_where_launched(create, None, (), named)
+    assert [(given["rank"] == 0) for given in got] == [hosting, hosting]
+    assert all((given["hostname"], given["port"], given["world_size"]) == ("host", 1, 4) for given in got)
 
 
 def agree(store, sessions, monkeypatch):
@@ -132,22 +154,32 @@ def test_a_groups_options_have_torchs_timeout_and_the_planned_network(on_nccl, b
     args, more = head, dict(backend_options=given, timeout=three)
     if by_position:
         args, more = (*head, given, three), {}
-    torch_distributed._give_group_its_nic(lambda *a, **k: got.append((a, k)), None, args, more)
-    ((arguments, _),) = got
-    made = arguments[6]
+    helper = recording(got, new_process_group_helper)
+    torch_distributed._give_group_its_nic(helper, None, args, more)
+    (arguments,) = got
+    made = arguments["backend_options"]
     assert (made.config.net_name, made.config.max_ctas, made._timeout) == ("Socket", 7, three)
-    assert made is not given and given.config.net_name is None and arguments[:6] == head
+    assert made is not given and given.config.net_name is None
+    assert tuple(arguments.values())[:6] == head and arguments["timeout"] == three
 
 
 def test_options_by_the_name_that_torch_2_4_and_2_5_have_for_them(on_nccl):
+    def older_helper(
+        group_size, group_rank, global_ranks_in_group, backend, store, group_name,
+        pg_options=None, timeout=None, pg_tag=None, device_id=None, group_desc=None,
+    ):  # fmt: skip
+        pass
+
     got, given = [], Options()
     given.config.max_ctas = 7
     named = dict(group_size=2, group_rank=0, global_ranks_in_group=[], backend="nccl", store="store",
                  group_name="name", pg_options=given, group_desc="d")
-    torch_distributed._give_group_its_nic(lambda *a, **k: got.append((a, k)), None, (), named)
-    ((arguments, more),) = got
-    assert arguments[:6] == (2, 0, [], "nccl", "store", "name") and more == {"group_desc": "d"}
-    assert (arguments[6].config.net_name, arguments[6].config.max_ctas) == ("Socket", 7)
+    torch_distributed._give_group_its_nic(recording(got, older_helper), None, (), named)
+    (arguments,) = got
+    assert arguments.keys() == named.keys()
+    made = arguments.pop("pg_options")
+    assert all(named[name] == value for name, value in arguments.items())
+    assert (made.config.net_name, made.config.max_ctas) == ("Socket", 7)
 
 
 def test_the_options_of_a_split_are_its_parents_but_for_the_network(on_nccl, monkeypatch):
@@ -160,16 +192,20 @@ def test_the_options_of_a_split_are_its_parents_but_for_the_network(on_nccl, mon
     monkeypatch.setattr(torch_distributed, "backend_of", lambda group: "nccl")
     monkeypatch.setattr(torch_distributed, "options_of", lambda group: own)
     got = []
-    torch_distributed._give_split_group_its_nic(lambda *a, **k: got.append(a), None, (parent, [[0, 1]]), {})
-    ((_, _, _, made),) = got
+    split = recording(got, split_group)
+    torch_distributed._give_split_group_its_nic(split, None, (parent, [[0, 1]]), {})
+    made = got[0]["pg_options"]
     assert (made.config.net_name, made.config.max_ctas, made.is_high_priority_stream) == ("Socket", 7, True)
     assert own.config.net_name == "IB"
 
 
 def test_a_network_forced_by_a_file_ends_the_job_before_the_group_is_made(on_nccl):
+    got = []
     on_nccl.forced_nets = {"IB": "/etc/nccl.conf of node a0"}
     with pytest.raises(HolmesError, match="NCCL_NET=IB in /etc/nccl.conf of node a0 overrides"):
-        torch_distributed._give_group_its_nic(pytest.fail, None, (2, 0, [], "nccl", "store", "name"), {})
+        helper = recording(got, new_process_group_helper)
+        torch_distributed._give_group_its_nic(helper, None, (2, 0, [], "nccl", "store", "name"), {})
+    assert not got
 
 
 @pytest.mark.parametrize("backend, expected", [
@@ -178,7 +214,7 @@ def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, back
     """One that waits for Python meanwhile holds the lock that the end of a group waits for."""
     seen = []
     monkeypatch.setattr(torch_distributed, "let_threads_forget", lambda: seen.append("waited"))
-    torch_distributed._give_group_its_nic(lambda *args, **more: None, None,
-                                          (2, 0, [0, 1], backend, "store", "name"), {})
+    helper = recording([], new_process_group_helper)
+    torch_distributed._give_group_its_nic(helper, None, (2, 0, [0, 1], backend, "store", "name"), {})
     torch_distributed._let_threads_forget(lambda: seen.append("ended"), None, (), {})
     assert seen == expected

@@ -2,7 +2,6 @@
 certificate says."""
 
 import itertools
-import os
 import random
 import time
 from dataclasses import replace
@@ -11,6 +10,7 @@ from math import inf
 import clusters
 import pytest
 from random_clusters import random_site
+from selection import some
 
 from holmes_ext.cli.show.subset import AvailableNodes, floor, in_closed_form
 from holmes_ext.cli.show.training import Training
@@ -24,8 +24,6 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.search.bound.nodes import ideal
 from holmes_ext.plan.search.space import Limits, Shape
 from holmes_ext.plan.search.subset import Priced, best_subset
-
-FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
 
 
 def every(idle, count):
@@ -146,7 +144,7 @@ def test_equal_parts_of_three_clusters_are_above_the_floor_of_two():
     assert 0.5 * priced.step_s < site.floor((4, None, None)) <= priced.step_s
 
 
-@pytest.mark.parametrize("seed", range(30) if FULL else (1, 5))
+@pytest.mark.parametrize("seed", some(range(30), 1, 5))
 def test_random_sites_of_200_nodes_are_within_the_certificate(seed):
     """What 10 s find; no other subset that is looked at is below the bound, and the best is within the
     certificate."""
@@ -155,7 +153,7 @@ def test_random_sites_of_200_nodes_are_within_the_certificate(seed):
     found = site.best(begin + 10)
     print(f"{len(idle)} clusters, {site.count} nodes: {len(found.found)} looked at in "
           f"{time.monotonic() - begin:.1f} s, gap {found.gap:.2%}, complete {found.complete}")
-    for _ in range(60 if FULL else 15):
+    for _ in range(15):
         names = rng.sample([(index, node) for index, most in enumerate(idle) for node in range(most)],
                            site.count)
         counts = tuple(sum(index == own for own, _ in names) for index in range(len(idle)))

@@ -1,5 +1,5 @@
 """One of four jobs lies: the others learn as if it were not there, all of them have the same bits, and it is
-named. HOLMES_TEST_FULL=1: all aggregates with all lies."""
+named. Exhaustive: all aggregates with all lies."""
 
 import threading
 

@@ -23,12 +23,12 @@ def node(number, fabric):
     return Node(f"n{number}", fabric, 1, ports)
 
 
-def activate():
-    """A session on nodes n1, n2 with InfiniBand and n3, n4 with RoCE; the plan puts n3 first."""
+def activate(rank=0):
+    """Set a session on nodes n1, n2 with InfiniBand and n3, n4 with RoCE; the plan puts n3 first."""
     site = Site(tuple(node(number, "ib" if number < 3 else "roce") for number in (1, 2, 3, 4)), FABRICS)
     plan = Plan(site.digest, ("n3", "n1", "n4", "n2"), 1)
-    session.set_active(session.Session(Options(), Process(0, 4, 0, 1, "127.0.0.1", 29500, "torchrun"), site,
-                                       plan, 0))
+    process = Process(rank, 4, 0, 1, "127.0.0.1", 29500, "torchrun")
+    session.set_active(session.Session(Options(), process, site, plan, rank))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def current():
 
 
 def one_line(rank, error):
-    activate()
+    activate(rank)
     return describe_failure("bucket 1 of 3", (0, 1), FABRICS[2], error)
 
 
@@ -48,8 +48,10 @@ def test_names_the_node_behind_the_address():
         error = f"[pair.cc:553] Connection closed by peer [{address}]:4711. This is typically caused by\nx"
         first, second = run_ranks(one_line, 2, error)
         assert first.startswith(
-            "rank 0: the reduction of bucket 1 of 3 failed over fabric ethernet in the group of ranks 0, 1"
+            "rank 0 on node n3: the reduction of bucket 1 of 3 failed over fabric ethernet in the group of "
+            "ranks 0, 1"
         )
+        assert second.startswith("rank 1 on node n1: the reduction of bucket 1 of 3 failed")
         assert "Connection closed by peer" in first and "typically" not in first and "\n" not in first
 
 
@@ -61,7 +63,7 @@ def test_the_first_sight_is_repeated():
 
 def refusing(rank, error):
     """Rank 0 refuses bad input and ends; rank 1 sees its connection close."""
-    activate()
+    activate(rank)
     if rank == 0:
         note("rank 0: --holmes-outer: every=7 is not divisible by fragments=2")
     dist.barrier()
@@ -70,7 +72,8 @@ def refusing(rank, error):
 
 def test_what_another_rank_refused_is_all_that_is_said():
     said = run_ranks(refusing, 2, "Connection closed by peer [10.1.0.1]:4711")[1]
-    assert said == "rank 0: --holmes-outer: every=7 is not divisible by fragments=2 (rank 1 ends with it)"
+    assert said == ("rank 0: --holmes-outer: every=7 is not divisible by fragments=2 "
+                    "(rank 1 on node n1 ends with it)")
 
 
 def test_an_unknown_address_names_nobody():

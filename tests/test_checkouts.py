@@ -1,0 +1,75 @@
+"""`make checkouts`: clones pinned commits, leaves alone what exists, names the folders it could not fill."""
+
+import subprocess
+from dataclasses import replace
+
+import checkouts
+import pytest
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """Megatron-LM, pinned to the first of the two commits of a repository in a folder."""
+    server = tmp_path / "server"
+    server.mkdir()
+    subprocess.run(["git", "init", "-q", server], check=True)
+    for text in ("pinned", "newer"):
+        (server / "pretrain_gpt.py").write_text(text)
+        author = ("-c", "user.name=test", "-c", "user.email=test@example.com")
+        subprocess.run(["git", "-C", server, "add", "."], check=True)
+        subprocess.run(["git", "-C", server, *author, "commit", "-qm", text], check=True)
+    command = ["git", "-C", server, "rev-parse", "HEAD~1"]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    source = replace(checkouts.PINNED[0], url=f"file://{server}", commit=found.stdout.strip())
+    monkeypatch.setattr(checkouts, "PINNED", (source,))
+    monkeypatch.setenv(checkouts.VARIABLE, str(tmp_path / "checkouts"))
+    return source
+
+
+def test_the_pinned_commit_is_cloned_once(source, capsys):
+    assert checkouts.find_checkout("Megatron-LM") is None
+    assert checkouts.main() == 0
+    folder = checkouts.find_checkout("Megatron-LM")
+    assert (folder / "pretrain_gpt.py").read_text() == "pinned"
+    assert "cloned main of" in capsys.readouterr().out
+
+    (folder / "pretrain_gpt.py").write_text("changed by its user")
+    assert checkouts.main() == 0
+    assert (folder / "pretrain_gpt.py").read_text() == "changed by its user"
+    assert capsys.readouterr().out == f"Megatron-LM: found in {folder}\n"
+
+
+def test_another_commit_is_kept_and_named(source, capsys):
+    checkouts.main()
+    folder = checkouts.find_checkout("Megatron-LM")
+    subprocess.run(["git", "-C", folder, "checkout", "-q", "origin/HEAD"], check=True)
+    capsys.readouterr()
+    assert checkouts.main() == 0
+    assert f"(the tests were last run with {source.commit[:10]})" in capsys.readouterr().out
+    assert (folder / "pretrain_gpt.py").read_text() == "newer"
+
+
+@pytest.mark.parametrize("url", ["file:///nowhere", "https://nowhere.invalid/NVIDIA/Megatron-LM"])
+def test_a_server_that_cannot_be_reached(source, monkeypatch, capsys, url):
+    monkeypatch.setattr(checkouts, "PINNED", (replace(source, url=url),))
+    assert checkouts.main() == 1
+    folder = checkouts.checkouts_folder() / "Megatron-LM"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("Megatron-LM: MISSING (") and line.endswith(f"into {folder}")
+    assert url in line and source.commit in line
+    assert not folder.exists()
+
+
+def test_a_server_that_does_not_answer_is_given_up(monkeypatch, tmp_path):
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert checkouts._git("ls-remote", "x", timeout_s=0.2) == "no answer within 0.2 s"
+
+
+def test_a_folder_without_the_script_is_not_overwritten(source, capsys):
+    folder = checkouts.checkouts_folder() / "Megatron-LM"
+    folder.mkdir(parents=True)
+    assert checkouts.main() == 1
+    assert "exists, but contains no pretrain_gpt.py" in capsys.readouterr().out
+    assert list(folder.iterdir()) == []
