@@ -78,7 +78,9 @@ class Job:
     #: Python. {python}: the interpreter, {words}: what comes behind it.
     shell: str = ""
     launcher: str = ""  # the real one that starts all runs
-    features: frozenset[str] = frozenset()  # besides those that every job needs
+    #: Features that the first line of holmes must name, besides those of every job. Those of
+    #: Megatron are applied after that line, when it is imported.
+    features: frozenset[str] = frozenset()
     #: Stages whose reduction the report names. None if the framework reduces by itself, or if
     #: its command line does not say how many stages there are.
     stages: int = 1
