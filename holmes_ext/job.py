@@ -12,7 +12,7 @@ from typing import Any
 
 from holmes_ext import banner, patches
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.options import Options, options_from, parse_flags
+from holmes_ext.options import Options, from_environment, options_from, parse_flags
 from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.patches.megatron import core
@@ -96,7 +96,8 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
 
     Args:
         plan: The path of a plan.json, as --holmes-plan; None: a plan is made now.
-        options: As the flags of these names: cluster="c.toml", sizes="pipeline=2", ...
+        options: As the flags of these names: cluster="c.toml", sizes="pipeline=2", ...; of flags that are
+            left out, the twins in the environment count (HOLMES_CLUSTER, ...).
 
     Raises:
         HolmesError: The input is bad, torch.distributed is initialized already (the ranks are fixed by
@@ -106,7 +107,9 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
         raise HolmesError("holmes is already active in this process; call disable() first")
     if sys.modules["torch.distributed"].is_initialized():
         raise HolmesError("enable() comes too late: torch.distributed is initialized; call it before that")
-    values = options if plan is None else {**options, "plan": os.fspath(plan)}
+    values = {**from_environment(os.environ), **options}
+    if plan is not None:
+        values["plan"] = os.fspath(plan)
     _start(options_from(**values), sys.argv[1:])
 
 

@@ -276,10 +276,15 @@ def meant(word: str) -> str:
     return nearest(word, _BY_FLAG, cutoff=0.85)
 
 
+def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the flags whose twins are set in the environment, by the flags' names."""
+    return {name: environ[variable(name)] for name in NAMES if environ.get(variable(name))}
+
+
 def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, list[str]]:
     """Options from `argv` (over HOLMES_CLUSTER, ...), and argv without the flags. What stands after a lone
     "--" is the script's. HolmesError: an unknown flag, one without its value, one that stands twice."""
-    values = {name: environ[variable(name)] for name in NAMES if environ.get(variable(name))}
+    values = from_environment(environ)
     seen: set[str] = set()
     rest: list[str] = []
     items = iter(argv)

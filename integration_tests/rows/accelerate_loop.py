@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 WIDTH, ROWS, MICRO_BATCHES = 64, 4, 2
 
 
-def main() -> None:
+def main() -> nn.Module:
+    """Train, and return the model."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--log-file", required=True)
@@ -55,7 +56,8 @@ def main() -> None:
         if args.save and step == args.save_after:
             accelerator.save_state(args.save)
     accelerator.end_training()
+    return model
 
 
 if __name__ == "__main__":
-    main()
+    trained = main()  # lives as long as the process, for the reason in train.py
