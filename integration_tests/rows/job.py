@@ -81,9 +81,10 @@ class Job:
     #: Features that the first line of holmes must name, besides those of every job. Those of
     #: Megatron are applied after that line, when it is imported.
     features: frozenset[str] = frozenset()
-    #: Stages whose reduction the report names. None if the framework reduces by itself, or if
-    #: its command line does not say how many stages there are.
-    stages: int = 1
+    stages: int = 1  # of the pipeline whose messages holmes runs
+    #: Whether the report names how the gradients of each stage were reduced. False if the framework
+    #: reduces by itself, or if the command line does not say how many stages there are.
+    names_reductions: bool = True
     tolerance: float = ROUNDING
     packages: tuple[str, ...] = ()
     checkout: str = ""

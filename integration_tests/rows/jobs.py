@@ -69,7 +69,7 @@ LAUNCHED = "the launcher starts processes; checkpoints are tested with the frame
 
 def launched(part: str, **more) -> Job:
     """Return the job of a launcher: a loop that sums its gradients by hand."""
-    return Job(part, script(*TRAIN), WORLD, LAUNCHED, stages=0, **more)
+    return Job(part, script(*TRAIN), WORLD, LAUNCHED, names_reductions=False, **more)
 
 
 def torch_job(part: str, groups: frozenset[Group], *words: str, **more) -> Job:
@@ -100,7 +100,7 @@ TORCH = (
         PIPELINE,
         saved_in(),
         features=frozenset({"pipelining", "ddp"}),
-        stages=0,
+        names_reductions=False,
     ),
     Job(
         "FSDP2",
@@ -109,7 +109,7 @@ TORCH = (
         saved_in(),
         holmes=("--holmes", "--holmes-fsdp", "hybrid"),
         features=frozenset({"fsdp"}),
-        stages=0,
+        names_reductions=False,
     ),
     Job(
         "HSDP",
@@ -119,7 +119,7 @@ TORCH = (
         TWO_LEVELS,
         saved_in(),
         features=frozenset({"fsdp"}),
-        stages=0,
+        names_reductions=False,
     ),
     torch_job(
         "FSDP1",
@@ -128,7 +128,7 @@ TORCH = (
         "fsdp1",
         holmes=("--holmes", "--holmes-fsdp", "hybrid"),
         features=frozenset({"fsdp"}),
-        stages=0,
+        names_reductions=False,
     ),
     torch_job(
         "a plain torch loop", TWO_LEVELS, "--way", "loop", holmes=("--way", "reducer", "--holmes")
@@ -215,6 +215,7 @@ def zero(stage: int) -> Job:
         TWO_LEVELS if two_levels else WORLD,
         saved_in(),
         variant=f"ZeRO {stage}",
+        names_reductions=two_levels,
         features=frozenset({"two-level", "telemetry-deepspeed"}),
         packages=("deepspeed",),
     )
@@ -269,11 +270,11 @@ SAVING = ("--save", FOLDER, "--save-interval", str(SAVED))
 ITERATIONS = ("--train-iters", str(STEPS))
 
 
-def megatron_core(name: str, variant: str, **more) -> Job:
+def megatron_core(program: str, variant: str, **more) -> Job:
     words = (*MEGATRON, "--pipeline", "2", "--micro-batches", "4", *COUNT, "--log", LOG)
     return Job(
         "megatron-core",
-        script(name, *words, preload=PRELOAD_MEGATRON, env={"PYTHONPATH": installed(ON_CPU)}),
+        script(program, *words, preload=PRELOAD_MEGATRON, env={"PYTHONPATH": installed(ON_CPU)}),
         PIPELINE,
         Checkpoints(
             ("--save", FOLDER, "--save-every", str(SAVED)),
@@ -282,6 +283,7 @@ def megatron_core(name: str, variant: str, **more) -> Job:
         ),
         variant=variant,
         stages=2,
+        names_reductions=False,
         tolerance=EXACT,
         packages=("megatron.core",),
         **more,
@@ -308,7 +310,9 @@ def megatron_deepspeed(folder: Path) -> Command:
 MEGATRON_JOBS = (
     megatron_core(str(EXAMPLES / "megatron_core" / "train.py"), "--holmes"),
     megatron_core(
-        str(HERE / "megatron_core_call.py"), "initialize_model_parallel", holmes=()
+        str(HERE / "megatron_core_call.py"),
+        "initialize_model_parallel",
+        holmes=("--call-holmes",),
     ),
     Job(
         "Megatron-LM's pretrain_gpt.py",
@@ -354,7 +358,7 @@ TORCHTITAN_JOBS = (
             ("--checkpoint.load_step", str(SAVED), "--checkpoint.folder", FOLDER),
         ),
         features=frozenset({"fsdp"}),
-        stages=0,
+        names_reductions=False,
         packages=("tokenizers",),
         folder=TORCHTITAN,
     ),

@@ -108,7 +108,7 @@ def test_the_report_names_ranks_groups_and_stages(runs):
     groups = {(row["kind"], row["where"], row["fabric"]) for row in figures["rows"]}
     assert groups >= {(group.kind, group.where, group.fabric) for group in runs.job.groups}
     stages = {stage for stage, *_ in figures["done"]["reductions"]}
-    assert stages == set(range(runs.job.stages))
+    assert stages == (set(range(runs.job.stages)) if runs.job.names_reductions else set())
     if runs.job.stages > 1:  # holmes runs the pipeline's messages
         assert len(figures["done"]["in_flight"]) == runs.job.stages
     for _, node, cluster in ranks:

@@ -30,7 +30,7 @@ from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name, with_session
 from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
-from holmes_ext.plan.traffic import SOCKETS
+from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
@@ -72,9 +72,9 @@ def _two_level(group: Any, size: int) -> Any:
         _ways[group] = planned(group)
     reduction = _ways[group]
     two_levels = bool(reduction.clusters) and size >= reduction.two_level_from
-    # why nothing of it overlaps the backward pass, reduce.py has told
-    session.note_reduction(group_ranks(group), reduction, size, two_levels=two_levels, overlap=False,
-                           reported=True)
+    # why nothing of it overlaps the backward pass of a pipeline engine, reduce.py has told
+    session.note_reduction(group_ranks(group), _planned_here(reduction), size, two_levels=two_levels,
+                           overlap=False, reported=True)
     if not two_levels:
         return None
     if group not in _made:
@@ -85,6 +85,13 @@ def _two_level(group: Any, size: int) -> Any:
                 "--holmes-overlap on")
         _made[group] = two_level_for(group, size, reduction)
     return _made[group]
+
+
+def _planned_here(reduction: Reduction) -> Reduction:
+    """Return what the plan asks of the engine in use: only a pipeline engine's reductions can overlap."""
+    from deepspeed.runtime.pipe import p2p
+
+    return reduction if p2p._grid is not None else replace(reduction, overlap=False)
 
 
 @with_session
