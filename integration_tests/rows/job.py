@@ -24,7 +24,6 @@ from holmes_ext.cli.main import main
 from holmes_ext.lab.process.job import RunResult
 from integration_tests.gpu.commands import LOG, Command
 from integration_tests.jobs import LabOf, follows_plan
-from integration_tests.rows.readme import row_of
 
 STEPS = 5
 SAVED = 3  # the step after which a checkpoint is saved
@@ -67,7 +66,7 @@ class Group:
 class Job:
     """A training job that README's table promises."""
 
-    part: str  # of a row of README's table
+    part: str  # the entry of README's table, as summary.readme_rows returns it
     command: Callable[[Path], Command]  # stock's, for a folder in which it may write
     groups: frozenset[Group]
     checkpoints: Checkpoints | str  # a string: why there are none
@@ -88,15 +87,11 @@ class Job:
     tolerance: float = ROUNDING
     packages: tuple[str, ...] = ()
     checkout: str = ""
-    folder: Path | None = None  # in which `make stacks` installs it
+    folder: Path | None = None  # in which `make torchtitan` installs it
 
     @property
     def name(self) -> str:
         return f"{self.part}, {self.variant}" if self.variant else self.part
-
-    @property
-    def row(self) -> str:
-        return row_of(self.part)
 
     def skip_without_needs(self) -> None:
         """Skip the running test, with the reason, if a package or the checkout is missing."""
@@ -104,7 +99,7 @@ class Job:
             if find_spec(package) is None:
                 pytest.skip(f"{self.name} needs the package {package}, which is not in {sys.prefix}")
         if self.folder and not self.folder.is_dir():
-            pytest.skip(f"{self.name} is not installed: make stacks")
+            pytest.skip(f"{self.name} is not installed: make torchtitan")
         if self.checkout:
             checkout_or_skip(self.checkout)
 

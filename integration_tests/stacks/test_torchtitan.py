@@ -2,8 +2,8 @@
 pipeline.
 
 `make torchtitan` installs version 0.2.2: 0.3.0 calls torch.distributed.set_timeout, which torch 2.13 does not
-have. With torch 2.15 it runs what `pip install --no-deps --target build/torchtitan torchtitan==0.3.0
-spmd_types torch_checkpointing` puts there.
+have. With torch 2.14.1 and 2.15 it runs what `pip install --no-deps --target build/torchtitan
+torchtitan==0.3.0 spmd_types torch_checkpointing` puts there.
 """
 
 import re
