@@ -1,7 +1,7 @@
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options, options_from, parse_flags
+from holmes_ext.options import Options, from_environment, options_from, parse_flags
 
 
 def test_flags_are_read_and_removed():
@@ -58,6 +58,11 @@ def test_enable_options():
                                                         given=frozenset({"plan", "timeout"}))
     with pytest.raises(HolmesError, match="did you mean 'cluster'"):
         options_from(clusters="x")
+
+
+def test_twins_in_the_environment_are_values_of_flags():
+    environ = {"HOLMES_TELEMETRY": "runs", "HOLMES_CLUSTER": "", "HOLMES_DEBUG_OF_OTHERS": "1"}
+    assert from_environment(environ) == {"telemetry": "runs"}
 
 
 def test_layers_of_each_stage():

@@ -283,7 +283,6 @@ def megatron_core(program: str, variant: str, **more) -> Job:
         ),
         variant=variant,
         stages=2,
-        names_reductions=False,
         tolerance=EXACT,
         packages=("megatron.core",),
         **more,
@@ -308,7 +307,9 @@ def megatron_deepspeed(folder: Path) -> Command:
 
 
 MEGATRON_JOBS = (
-    megatron_core(str(EXAMPLES / "megatron_core" / "train.py"), "--holmes"),
+    megatron_core(
+        str(EXAMPLES / "megatron_core" / "train.py"), "--holmes", names_reductions=False
+    ),
     megatron_core(
         str(HERE / "megatron_core_call.py"),
         "initialize_model_parallel",
