@@ -215,8 +215,10 @@ def rows_of(name: str, series: dict[str, Series], ratio: str, bound: str) -> lis
     rows = []
     # Buckets of another size let the ring add four summands in another order: the last digit of the log may
     # differ.
-    for which, targets in (("holmes", (ratio, bound, "<= 1e-5")),
-                           ("holmes, overlap off", ("", "", "<= 1e-6"))):
+    # The hierarchical sum of the tied embedding rounds its four gradients in another order than stock.
+    loss_limit = "<= 1e-5"
+    for which, targets in (("holmes", (ratio, bound, loss_limit)),
+                           ("holmes, overlap off", ("", "", loss_limit))):
         difference = max_loss_difference(stock, series[which])
         rows += [
             ratio_row(name, f"{which} : stock", stock, series[which], targets[0]),
