@@ -213,9 +213,8 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
 def rows_of(name: str, series: dict[str, Series], ratio: str, bound: str) -> list[Row]:
     stock, all_fast = series["stock"], series["all-RDMA"]
     rows = []
-    # Buckets of another size let the ring add four summands in another order: the last digit of the log may
-    # differ.
-    # The hierarchical sum of the tied embedding rounds its four gradients in another order than stock.
+    # Buckets of another size, and the hierarchical sum of the tied embedding, add four gradients in another
+    # order than stock, so the last digit of the log may differ.
     loss_limit = "<= 1e-5"
     for which, targets in (("holmes", (ratio, bound, loss_limit)),
                            ("holmes, overlap off", ("", "", loss_limit))):
