@@ -40,7 +40,7 @@ def some(cases: Iterable, *chosen) -> list:
 
 @functools.cache
 def seed() -> str:
-    """Return HOLMES_TEST_SEED, or the abbreviated commit if it is not set, or "0" outside a git repository."""
+    """Return HOLMES_TEST_SEED; if it is not set, the abbreviated commit, or "0" outside a git repository."""
     given = os.environ.get("HOLMES_TEST_SEED")
     if given:
         return given
