@@ -96,8 +96,8 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
 
     Args:
         plan: The path of a plan.json, as --holmes-plan; None: a plan is made now.
-        options: As the flags of these names: cluster="c.toml", sizes="pipeline=2", ...; of flags that are
-            left out, the twins in the environment count (HOLMES_CLUSTER, ...).
+        options: The values of flags by their names without --holmes-: cluster="c.toml", sizes="pipeline=2",
+            ... An option that is left out has the value of its environment variable (HOLMES_CLUSTER, ...).
 
     Raises:
         HolmesError: The input is bad, torch.distributed is initialized already (the ranks are fixed by

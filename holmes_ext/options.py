@@ -277,13 +277,27 @@ def meant(word: str) -> str:
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the flags whose twins are set in the environment, by the flags' names."""
-    return {name: environ[variable(name)] for name in NAMES if environ.get(variable(name))}
+    """Return name -> value of the options that environment variables set: "cluster" of HOLMES_CLUSTER, ...
+
+    A variable that is empty counts as not set.
+    """
+    values = {}
+    for name in NAMES:
+        value = environ.get(variable(name))
+        if value:
+            values[name] = value
+    return values
 
 
 def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, list[str]]:
-    """Options from `argv` (over HOLMES_CLUSTER, ...), and argv without the flags. What stands after a lone
-    "--" is the script's. HolmesError: an unknown flag, one without its value, one that stands twice."""
+    """Return the options, and the arguments that are left for the script.
+
+    A flag of holmes in `argv` overrides its environment variable (--holmes-cluster HOLMES_CLUSTER). All
+    arguments from a lone "--" on belong to the script.
+
+    Raises:
+        HolmesError: a flag is unknown, lacks its value, or is given twice.
+    """
     values = from_environment(environ)
     seen: set[str] = set()
     rest: list[str] = []

@@ -1,13 +1,13 @@
-"""Finds the checkouts of frameworks whose unmodified scripts the tests and benchmarks run, and clones them.
+"""Finds and clones the frameworks whose unmodified scripts the tests and benchmarks run.
 
-They are looked for in $HOLMES_CHECKOUTS, and in ~/.cache/holmes_ext/checkouts if that variable is not set:
+Their checkouts are in the folder $HOLMES_CHECKOUTS, by default ~/.cache/holmes_ext/checkouts:
 
     Megatron-LM           https://github.com/NVIDIA/Megatron-LM
     Megatron-DeepSpeed    https://github.com/deepspeedai/Megatron-DeepSpeed
 
-`python tests/checkouts.py` (`make checkouts`) clones the commits of PINNED, NCCL's source among them.
-What exists is left as it is. Status 1 if something is missing afterwards; a line for each then names
-the folder to fill.
+`python tests/checkouts.py` (`make checkouts`) clones these, and the source of NCCL, at the commits of PINNED.
+It does not change a checkout that exists. If a clone fails, it prints the folder in which to put a checkout,
+and exits with status 1.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""Runs functions on every branch, without the objects, modules and processes that they need.
+"""Runs a function along every path through its code, without the objects and processes that it needs.
 
-`Branches.clone` copies a function. In the copy all modules, classes and other functions are an `Anything`,
-whose attributes, items and results are Anything again. Each time the copy asks whether an Anything is true,
-equal, less, ..., the branch decides; `explore` runs a function once for every sequence of such decisions.
+1. `IsolatedCopies.copy` copies the function. In the copy, every module, class and function that the original
+   uses is a mock object (`Mock`): its attributes, its items and the results of its calls are mocks as well.
+2. Where the copy tests a mock (`if mock`, `mock == 3`, `isinstance(mock, ...)`), the `ExecutionPath` decides
+   whether the test is true. Tests of other values have their real results.
+3. `run_every_path` runs the copy once for each sequence of such decisions: first with every decision true,
+   then with one decision of an earlier run inverted, until no sequence is left.
 
-Functions of the same module run, too (as copies), if they receive what `must_run` names.
+A helper function of the same module is copied and run, too, if it receives an argument that matters to the
+test (`must_run`). A call of any other helper returns a mock.
 """
 
 from __future__ import annotations
@@ -16,91 +20,139 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
-MOST_BRANCHES = 2000
-MOST_REPEATS = 20  # of one decision in a loop, which then turns over so that the loop ends
+MAX_PATHS = 2000  # of one function; more of them would take too long
+MAX_REPEATS = 20  # times that one test in a loop has the same result; then it is inverted to end the loop
 
 
-class Branch:
-    """One run, and what it decided. A decision at one place in the code stays the same in a run."""
+class CodeLocation(NamedTuple):
+    """An instruction of a function."""
 
-    def __init__(self, first: tuple[bool, ...] = ()):
-        self.first = first  # decisions that are given
+    code: CodeType
+    instruction: int
+
+
+class ExecutionPath:
+    """Decisions of one run: the results of all tests of mocks.
+
+    A test at one location in the code has the same result for the whole run, so that code which tests
+    a condition twice sees no contradiction.
+    """
+
+    def __init__(self, prescribed: tuple[bool, ...] = ()):
+        self.prescribed = prescribed  # the first decisions; all later ones are True
         self.decisions: list[bool] = []
-        self._at: dict[tuple[CodeType, int], bool] = {}
-        self._repeats: Counter[tuple[CodeType, int]] = Counter()
+        self._decision_at: dict[CodeLocation, bool] = {}
+        self._repeats_at: Counter[CodeLocation] = Counter()
 
     def decide(self) -> bool:
-        frame = sys._getframe(2)  # what asks an Anything
-        place = (frame.f_code, frame.f_lasti)
-        if place not in self._at:
-            number = len(self.decisions)
-            self._at[place] = self.first[number] if number < len(self.first) else True
-            self.decisions.append(self._at[place])
-        self._repeats[place] += 1
-        decision = self._at[place]
-        return decision if self._repeats[place] <= MOST_REPEATS else not decision
+        """Return the result of a test. To be called from the method or function that the test invokes."""
+        frame = sys._getframe(2)  # 0 is decide(), 1 the method that the test invokes, 2 the tested code
+        location = CodeLocation(frame.f_code, frame.f_lasti)
+        if location not in self._decision_at:
+            self._decision_at[location] = self._next_decision()
+        decision = self._decision_at[location]
+        self._repeats_at[location] += 1
+        if self._repeats_at[location] > MAX_REPEATS:
+            return not decision
+        return decision
+
+    def _next_decision(self) -> bool:
+        number = len(self.decisions)
+        decision = self.prescribed[number] if number < len(self.prescribed) else True
+        self.decisions.append(decision)
+        return decision
 
 
-def explore(run: Callable[[Branch], None]) -> int:
-    """Call `run` once for every sequence of decisions; return how many there are."""
+def run_every_path(run: Callable[[ExecutionPath], None]) -> int:
+    """Call `run` once for every sequence of decisions, and return the number of calls.
+
+    Each run makes decisions beyond those that were prescribed for it. For each of these, one more run is
+    needed: with the same decisions before it, and this one inverted.
+    """
     count = 0
     pending: list[tuple[bool, ...]] = [()]
     while pending:
-        branch = Branch(pending.pop())
-        run(branch)
+        path = ExecutionPath(pending.pop())
+        run(path)
         count += 1
-        assert count < MOST_BRANCHES, "too many branches: split the function"
-        for number in range(len(branch.first), len(branch.decisions)):
-            pending.append((*branch.decisions[:number], not branch.decisions[number]))
+        assert count < MAX_PATHS, "too many branches: split the function"
+        for number in range(len(path.prescribed), len(path.decisions)):
+            inverted = not path.decisions[number]
+            pending.append((*path.decisions[:number], inverted))
     return count
 
 
-class Anything(Exception):  # may be raised, too
-    """Stands for any object."""
+class Mock(Exception):
+    """Object that stands for any other one: it has every attribute, can be called, compared and iterated.
 
-    def __init__(self, branch: Branch, label: str = "", on_given: Callable[[Any], None] | None = None):
+    It is an exception, so that code can raise it, too. What is derived from a mock (attributes, items,
+    results) is one and the same mock without a label.
+    """
+
+    def __init__(
+        self,
+        path: ExecutionPath,
+        label: str = "",
+        on_receive: Callable[[Any], None] | None = None,
+    ):
+        """Create a mock.
+
+        Args:
+            path: Decides the tests of this mock.
+            label: The name of the parameter whose argument this mock is; "" for all other mocks.
+            on_receive: Called with every value that is passed to the mock: as an argument, or as an item.
+        """
         super().__init__()
-        self.__dict__.update(branch=branch, label=label, on_given=on_given, other=None)
+        # Not by assignment: a subclass may define __setattr__.
+        self.__dict__.update(path=path, label=label, on_receive=on_receive, derived=None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__qualname__", "__name__", "__version__"):
             raise AttributeError(name)
-        return self._other()
+        return self._derive()
 
-    def _other(self, *_: Any, **__: Any) -> Anything:
-        if self.other is None:
-            self.__dict__["other"] = Anything(self.branch, on_given=self.on_given) if self.label else self
-        return self.other
+    def _derive(self, *_: Any, **__: Any) -> Mock:
+        """Return the mock for attributes, items and results of this one."""
+        if not self.label:
+            return self
+        if self.derived is None:
+            self.__dict__["derived"] = Mock(self.path, on_receive=self.on_receive)
+        return self.derived
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Anything:
+    def __call__(self, *args: Any, **kwargs: Any) -> Mock:
         for value in (*args, *kwargs.values()):
-            self._give(value)
-        return self._other()
+            self._receive(value)
+        return self._derive()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._give(value)
+        self._receive(value)
 
-    def _give(self, value: Any) -> None:
-        if self.on_given is not None:
-            self.on_given(value)
+    def _receive(self, value: Any) -> None:
+        if self.on_receive is not None:
+            self.on_receive(value)
 
     def _decide(self, *_: Any) -> bool:
-        return self.branch.decide()
+        return self.path.decide()
 
-    def __iter__(self) -> Iterator[Anything]:
-        return iter((self._other(), self._other()))
+    def __iter__(self) -> Iterator[Mock]:
+        return iter((self._derive(), self._derive()))
 
     def __exit__(self, *_: Any) -> bool:
         return False
 
+    # Tests: the path decides their result.
     __bool__ = __contains__ = __instancecheck__ = __subclasscheck__ = _decide
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _decide
     __hash__ = Exception.__hash__
-    __enter__ = __getitem__ = __next__ = __neg__ = __invert__ = __abs__ = _other
-    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __or__ = __and__ = __pow__ = _other
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __ror__ = __rand__ = _other
+
+    # Operations: their result is a mock.
+    __enter__ = __getitem__ = __next__ = __neg__ = __invert__ = __abs__ = _derive
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = _derive
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = _derive
+    __mod__ = __or__ = __and__ = __pow__ = _derive
+    __rmod__ = __ror__ = __rand__ = _derive
 
     def __delitem__(self, key: Any) -> None:
         pass
@@ -126,89 +178,119 @@ class Anything(Exception):  # may be raised, too
         return "anything"
 
 
-class _Pattern:
-    """A regular expression, of which Anything may or may not be a match."""
+class _PatternOfMocks:
+    """Regular expression that accepts mocks: a mock matches, and the path decides tests of the match."""
 
-    def __init__(self, pattern: re.Pattern[str], anything: Anything):
+    def __init__(self, pattern: re.Pattern[str], mock: Mock):
         self._pattern = pattern
-        self._anything = anything
+        self._mock = mock
 
     def fullmatch(self, text: Any) -> Any:
-        return self._anything if isinstance(text, Anything) else self._pattern.fullmatch(text)
+        if isinstance(text, Mock):
+            return self._mock
+        return self._pattern.fullmatch(text)
 
     def match(self, text: Any) -> Any:
-        return self._anything if isinstance(text, Anything) else self._pattern.match(text)
+        if isinstance(text, Mock):
+            return self._mock
+        return self._pattern.match(text)
 
 
-class Branches:
-    """Copies of functions for one branch, which share the copies of their modules' variables."""
+class IsolatedCopies:
+    """Copies of functions for one execution path. Copies of functions of one module share their variables."""
 
     def __init__(
         self,
-        anything: Anything,
-        given: dict[str, Any],
+        mock: Mock,
+        replacements: dict[str, Any],
         keep_none: bool,
         must_run: Callable[[Any], bool],
     ):
-        self.anything = anything
+        """Prepare for copying functions.
+
+        Args:
+            mock: Replaces modules, classes and objects.
+            replacements: Values of module variables, by name, that are used instead of mocks.
+            keep_none: Whether module variables that are None stay None; else they become mocks.
+            must_run: Returns whether a helper function runs because it receives this argument.
+        """
+        self.mock = mock
         self.must_run = must_run
-        self.given = given  # values of module variables, by name
-        self.keep_none = keep_none  # of module variables; else those are Anything as well
-        self._modules: dict[int, dict[str, Any]] = {}
+        self.replacements = replacements
+        self.keep_none = keep_none
+        self._variables_of: dict[int, dict[str, Any]] = {}  # id of a module's dict -> its isolated copy
 
-    def clone(self, function: FunctionType) -> FunctionType:
-        variables = self._variables(function.__globals__)
-        cells = tuple(CellType(self._replace(cell.cell_contents)) for cell in function.__closure__ or ())
-        copy = FunctionType(
-            function.__code__, variables, function.__name__, function.__defaults__, cells
+    def copy(self, function: FunctionType) -> FunctionType:
+        """Return a copy of the function whose module variables and closure contain mocks."""
+        isolated = FunctionType(
+            function.__code__,
+            self._isolated_variables(function.__globals__),
+            function.__name__,
+            function.__defaults__,
+            tuple(CellType(self._isolate(cell.cell_contents)) for cell in function.__closure__ or ()),
         )
-        copy.__kwdefaults__ = function.__kwdefaults__
-        copy.__qualname__ = function.__qualname__
-        return copy
+        isolated.__kwdefaults__ = function.__kwdefaults__
+        isolated.__qualname__ = function.__qualname__
+        return isolated
 
-    def _variables(self, module: dict[str, Any]) -> dict[str, Any]:
-        if id(module) in self._modules:
-            return self._modules[id(module)]
-        variables = self._modules[id(module)] = {"__builtins__": self._builtins()}
+    def _isolated_variables(self, module: dict[str, Any]) -> dict[str, Any]:
+        if id(module) in self._variables_of:
+            return self._variables_of[id(module)]
+        variables: dict[str, Any] = {"__builtins__": self._builtins()}
+        self._variables_of[id(module)] = variables
         for name, value in module.items():
-            if name in self.given:
-                variables[name] = self.given[name]
+            if name in self.replacements:
+                variables[name] = self.replacements[name]
+            elif name == "__builtins__":
+                continue  # set above
             elif inspect.isfunction(value) and value.__globals__ is module:
-                variables[name] = self._helper(value)
-            elif name != "__builtins__":
-                variables[name] = self._replace(value, of_other_modules=False)
+                variables[name] = self._isolated_helper(value)
+            elif inspect.isfunction(value):
+                variables[name] = self.mock  # a function that is imported from another module
+            else:
+                variables[name] = self._isolate(value)
         return variables
 
-    def _helper(self, function: FunctionType) -> Callable[..., Any]:
+    def _isolated_helper(self, function: FunctionType) -> Callable[..., Any]:
+        """Return a function that runs a copy of the helper if an argument demands it, else returns a mock."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            if any(map(self.must_run, (*args, *kwargs.values()))):
-                return self.clone(function)(*args, **kwargs)
-            return self.anything
+            if any(self.must_run(argument) for argument in (*args, *kwargs.values())):
+                return self.copy(function)(*args, **kwargs)
+            return self.mock
 
         return call
 
-    def _replace(self, value: Any, of_other_modules: bool = True) -> Any:
+    def _isolate(self, value: Any) -> Any:
+        """Return the value itself if it is a constant or an exception class, else what replaces it."""
         if value is None:
-            return None if self.keep_none else self.anything
-        is_error = isinstance(value, type) and issubclass(value, BaseException)
-        if is_error or isinstance(value, (str, bytes, int, float, tuple)):
+            return None if self.keep_none else self.mock
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return value
+        if isinstance(value, (str, bytes, int, float, tuple)):
             return value
         if isinstance(value, re.Pattern):
-            return _Pattern(value, self.anything)
-        if of_other_modules and inspect.isfunction(value):
-            return self._helper(value)
-        return self.anything
+            return _PatternOfMocks(value, self.mock)
+        if inspect.isfunction(value):
+            return self._isolated_helper(value)
+        return self.mock
 
     def _builtins(self) -> dict[str, Any]:
-        def type_of(value: Any, *more: Any) -> Any:
-            return self.anything if isinstance(value, Anything) and not more else type(value, *more)
+        """Return Python's built-in functions, of which `import`, type() and isinstance() handle mocks."""
 
-        def is_instance(value: Any, kind: Any) -> bool:
-            return value.branch.decide() if isinstance(value, Anything) else isinstance(value, kind)
+        def type_of(value: Any, *arguments: Any) -> Any:
+            if isinstance(value, Mock) and not arguments:
+                return self.mock
+            return type(value, *arguments)
+
+        def is_instance(value: Any, classes: Any) -> bool:
+            if isinstance(value, Mock):
+                return value.path.decide()
+            return isinstance(value, classes)
 
         return {
             **vars(builtins),
-            "__import__": lambda *_: self.anything,
+            "__import__": lambda *_: self.mock,
             "type": type_of,
             "isinstance": is_instance,
         }

@@ -1,14 +1,16 @@
-"""Selects which exhaustive tests a run contains, and writes into the JUnit XML what summary.py needs.
+"""pytest plugin that selects the exhaustive tests of a run, and writes the selection into the JUnit XML.
 
-A test or a case marked `full` costs more than it adds to each landing. HOLMES_TEST_FULL decides:
+Exhaustive tests have the mark `full`. They take too long to run all of them before each merge. The variable
+HOLMES_TEST_FULL selects:
 
-    1          all of them run (make nightly)
-    0          none of them runs
-    not set    a tenth of them runs, so that every landing tries some and none rots for long
+    1          all exhaustive tests (make nightly)
+    0          no exhaustive tests
+    not set    a tenth of them, so that each of them runs every few merges
 
-HOLMES_TEST_SEED chooses the tenth. It is the commit if that variable is not set, so each landing runs
-another tenth, and the same commit always the same one. A test whose node id stands on the command line
-(FILE::TEST) runs anyway. The root's conftest.py loads this plugin.
+HOLMES_TEST_SEED determines the tenth. Its default is the commit: each commit runs another tenth, and always
+the same one. A test that the command line names by its node id (FILE::TEST) always runs.
+
+The conftest.py of the repository's root loads this plugin. summary.py reads the XML.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ import pytest
 from _pytest.junitxml import xml_key
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARE = 10  # one of this many exhaustive tests runs in a landing
-LEFT_OUT = pytest.StashKey[int]()
+SHARE = 10  # one of this many exhaustive tests runs if HOLMES_TEST_FULL is not set
+LEFT_OUT = pytest.StashKey[int]()  # number of exhaustive tests that do not run
 full = pytest.mark.full
 
 
 def some(cases: Iterable, *chosen) -> list:
-    """Return all cases for pytest.mark.parametrize; those that are not chosen are exhaustive."""
+    """Return all cases for pytest.mark.parametrize, all except `chosen` with the mark of exhaustive tests."""
     cases = list(cases)
     assert set(chosen) <= set(cases), set(chosen) - set(cases)
     return [case if case in chosen else pytest.param(case, marks=full) for case in cases]
@@ -38,7 +40,7 @@ def some(cases: Iterable, *chosen) -> list:
 
 @functools.cache
 def seed() -> str:
-    """Return HOLMES_TEST_SEED, or the commit of this tree, or "0" if git does not know it."""
+    """Return HOLMES_TEST_SEED; if it is not set, the abbreviated commit, or "0" outside a git repository."""
     given = os.environ.get("HOLMES_TEST_SEED")
     if given:
         return given
@@ -51,15 +53,18 @@ def seed() -> str:
 
 
 def in_the_tenth(name: str, seed_text: str) -> bool:
-    """Return whether the exhaustive tests of this name run in a landing with this seed."""
+    """Return whether the exhaustive tests of this name belong to the tenth that this seed determines.
+
+    A hash spreads the names evenly over the tenths.
+    """
     digest = hashlib.sha256(f"{seed_text} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % SHARE == 0
 
 
 def runs(item: pytest.Item) -> bool:
-    """Return whether a test belongs to this run, by its mark `full` and the environment.
+    """Return whether a test runs: it is not exhaustive, or selected, or named by the command line.
 
-    Tests with full(together=NAME) are chosen together: they share a fixture that takes long.
+    Tests with the mark full(together=NAME) are selected together, because they share an expensive fixture.
     """
     marks = list(item.iter_markers("full"))
     if not marks or is_named(item):
@@ -67,20 +72,23 @@ def runs(item: pytest.Item) -> bool:
     wanted = os.environ.get("HOLMES_TEST_FULL", "")
     if wanted in ("0", "1"):
         return wanted == "1"
-    names = [mark.kwargs["together"] for mark in marks if "together" in mark.kwargs]
-    return in_the_tenth(names[0] if names else item.nodeid, seed())
+    for mark in marks:
+        if "together" in mark.kwargs:
+            return in_the_tenth(mark.kwargs["together"], seed())
+    return in_the_tenth(item.nodeid, seed())
 
 
 def is_named(item: pytest.Item) -> bool:
     """Return whether the command line names this test by its node id."""
-    names = [argument for argument in item.config.args if "::" in argument]
     path, _, test = item.nodeid.partition("::")
-    for name in names:
-        named_path, _, named_test = name.partition("::")
-        same_file = Path(named_path).resolve() == Path(item.config.rootpath, path)
-        if same_file and (
-            test == named_test or test.startswith((f"{named_test}[", f"{named_test}::"))
-        ):
+    for argument in item.config.args:
+        if "::" not in argument:
+            continue
+        named_path, _, named_test = argument.partition("::")
+        if Path(named_path).resolve() != Path(item.config.rootpath, path):
+            continue
+        is_case_or_method = test.startswith((f"{named_test}[", f"{named_test}::"))
+        if test == named_test or is_case_or_method:
             return True
     return False
 
@@ -90,6 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the exhaustive tests that do not run, and give the others the properties that the XML has."""
     left_out = [item for item in items if not runs(item)]
     if left_out:
         config.stash[LEFT_OUT] = len(left_out)
@@ -98,26 +107,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
     for item in items:
         for mark in item.iter_markers("row"):
-            # JUnit XML has these as properties of the test.
+            # The names of README's table rows; summary.py reads them.
             item.user_properties.extend(("row", name) for name in mark.args)
 
 
 def pytest_report_header() -> str:
     wanted = os.environ.get("HOLMES_TEST_FULL", "")
     if wanted in ("0", "1"):
-        return f"exhaustive tests: {'all' if wanted == '1' else 'none'} (HOLMES_TEST_FULL={wanted})"
+        share = "all" if wanted == "1" else "none"
+        return f"exhaustive tests: {share} (HOLMES_TEST_FULL={wanted})"
     return f"exhaustive tests: a tenth, HOLMES_TEST_SEED={seed()}"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
-    """Take the count from a worker of xdist: the process that starts the workers collects nothing."""
-    counted = getattr(node, "workeroutput", {}).get("left_out", 0)
-    node.config.stash[LEFT_OUT] = max(node.config.stash[LEFT_OUT], counted)
+    """Take the number of deselected tests from a worker of pytest-xdist.
+
+    The main process collects no tests. Each worker collects all of them, so their numbers are equal.
+    """
+    left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[LEFT_OUT] = max(node.config.stash[LEFT_OUT], left_out)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the number of deselected tests and the seed into the XML; from a worker, into its output."""
     left_out = session.config.stash[LEFT_OUT]
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = left_out
@@ -130,5 +144,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(params=[False, pytest.param(True, marks=full)], ids=["sample", "exhaustive"])
 def exhaustive(request: pytest.FixtureRequest) -> bool:
-    """Whether to try all inputs, or a sample of them: a test that takes this has both cases."""
+    """Parameter of tests with many inputs: False for a sample of the inputs, True for all of them.
+
+    The case with all inputs is an exhaustive test.
+    """
     return request.param

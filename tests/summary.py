@@ -1,9 +1,10 @@
-"""Prints what the tests of all parts of a run show: README's table "your job", skips, slowest tests.
+"""Prints a summary of several runs of pytest: tested entries of README's table, skips and slowest tests.
 
     python tests/summary.py build/results/integration.xml ...
 
-The files are JUnit XML of pytest; the name of a file is the name of its part. Each entry of README's
-table has tests with the mark row(NAME). An entry is
+Each file is the JUnit XML of one run of pytest, here called a part, whose name is that of the file. README's
+table "your job" lists launchers and frameworks, its entries. A test with the mark row(NAME) tests the entry
+NAME. The summary prints one of these states for each entry:
 
     passed            in at least one part, all its tests ran and passed
     PARTLY SKIPPED    some of its tests were skipped in every part that ran any
@@ -26,7 +27,7 @@ from enum import Enum
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADING = "| your job | add |\n"
+HEADING = "| your job | add |\n"  # of README's table
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 SLOWEST = 30  # tests that the summary lists
 WIDTH = 120  # columns
@@ -40,10 +41,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one test in one part."""
+    """Result of one test in one part."""
 
     part: str
-    name: str  # as on the command line of pytest
+    name: str  # the test's node id
     outcome: Outcome
     seconds: float
     reason: str  # why it was skipped, or ""
@@ -78,11 +79,14 @@ def readme_rows(readme: str) -> list[tuple[str, ...]]:
     _, found, table = readme.partition(HEADING)
     if not found:
         raise ValueError(f"README has no table with the heading {HEADING.strip()!r}")
-    lines = table.split("\n\n", maxsplit=1)[0].splitlines()[
-        1:
-    ]  # the first one separates the heading
-    cells = [LINK.sub(r"\1", line.split("|")[1]).replace("`", "").strip() for line in lines]
-    return [tuple(cell.rpartition(": ")[2].split(", ")) for cell in cells]
+    _, *lines = table.split("\n\n", maxsplit=1)[0].splitlines()  # the first line separates the heading
+    rows = []
+    for line in lines:
+        first_cell = line.split("|")[1]
+        text = LINK.sub(r"\1", first_cell).replace("`", "").strip()
+        entries = text.rpartition(": ")[2]
+        rows.append(tuple(entries.split(", ")))
+    return rows
 
 
 def entries_of(mark: str, rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -109,7 +113,7 @@ def entries_of(mark: str, rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def read_part(file: Path) -> Part:
-    """Return the results of one run of pytest. The file need not exist."""
+    """Return the results of one run of pytest; has_results is False if there is no file."""
     if not file.exists():
         return Part(file.stem, tests=(), has_results=False)
     suite = ElementTree.parse(file).getroot().find("testsuite")
@@ -118,7 +122,7 @@ def read_part(file: Path) -> Part:
     tests: dict[str, Result] = {}
     for case in suite.iter("testcase"):
         test = _read_test(file.stem, case)
-        tests[test.name] = test  # of a test that was run again, the last try counts
+        tests[test.name] = test  # the last try of a test that pytest --reruns repeated
     return Part(
         name=file.stem,
         tests=tuple(tests.values()),
@@ -159,7 +163,7 @@ def _properties(element: ElementTree.Element) -> list[tuple[str, str]]:
 
 
 def table(parts: Iterable[Part], rows: Sequence[tuple[str, ...]]) -> list[Entry]:
-    """Return what became of each entry of README's table."""
+    """Return the state of each entry of README's table, in the table's order."""
     tests = [test for part in parts for test in part.tests]
     tests_of: dict[str, list[Result]] = {entry: [] for row in rows for entry in row}
     for test in tests:
@@ -170,6 +174,7 @@ def table(parts: Iterable[Part], rows: Sequence[tuple[str, ...]]) -> list[Entry]
 
 
 def _judge(entry: str, tests: Sequence[Result]) -> Entry:
+    """Return the state of an entry that these tests, of all parts, test."""
     failed = [test.name for test in tests if test.outcome is Outcome.FAILED]
     passed = [test for test in tests if test.outcome is Outcome.PASSED]
     reasons = "; ".join(_count_reasons(tests))
@@ -180,10 +185,10 @@ def _judge(entry: str, tests: Sequence[Result]) -> Entry:
     if not passed:
         return Entry(entry, "SKIPPED", reasons)
     skipping_parts = {test.part for test in tests if test.outcome is Outcome.SKIPPED}
-    whole_parts = sorted({test.part for test in passed} - skipping_parts)
-    if not whole_parts:
+    parts_without_skips = sorted({test.part for test in passed} - skipping_parts)
+    if not parts_without_skips:
         return Entry(entry, "PARTLY SKIPPED", reasons)
-    return Entry(entry, "passed", f"{len(passed)} tests ({', '.join(whole_parts)})")
+    return Entry(entry, "passed", f"{len(passed)} tests ({', '.join(parts_without_skips)})")
 
 
 def _count_reasons(tests: Iterable[Result]) -> list[str]:
@@ -193,7 +198,7 @@ def _count_reasons(tests: Iterable[Result]) -> list[str]:
 
 
 def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return the text that a run of the tests ends with."""
+    """Return the text that is printed after all parts have run."""
     entries = table(parts, rows)
     tests = [test for part in parts for test in part.tests]
     name_width = max(len(entry.name) for entry in entries)

@@ -1,41 +1,62 @@
-"""Signatures of the functions that holmes patches, read from the installed sources: nothing is imported."""
+"""Reads the signatures of the functions that holmes patches from the installed source files.
+
+Nothing is imported: some frameworks need a GPU, or have side effects, when they are imported.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkouts import find_checkout
 
 from holmes_ext.patches import Patch
 from holmes_ext.patches.engine.source import _parsed, _statements, find_module
 
-P = inspect.Parameter
+Parameter = inspect.Parameter
 
-#: Distribution of a feature -> its checkout, where it is not installed.
+#: Name of a framework that is not installed as a package -> name of its checkout (checkouts.py).
 CHECKOUTS = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 
 
-def installed_signature(patch: Patch) -> tuple[inspect.Signature, type | None]:
-    """Return (signature, kind) of the target; kind is its wrapper type, such as staticmethod, or None.
+class TargetSignature(NamedTuple):
+    """Signature of a patched function."""
 
-    It is read from the source, so nothing is imported. Where the framework or the target is not there, or is
-    no Python, the signature has the parameters that the patch relies on.
+    signature: inspect.Signature  # of methods with `self`
+    decorator: type | None  # staticmethod, classmethod, or None
+
+
+def installed_signature(patch: Patch) -> TargetSignature:
+    """Return the signature of the patch's target in the installed release of the framework.
+
+    If the framework is not installed, or the target is not written in Python, the signature consists of the
+    parameters that the patch relies on and of an optional one, `other`.
     """
-    node = definition(patch)
+    node = find_definition(patch)
     if node is None:
-        names = [*(["self"] if "." in patch.qualname else []), *(patch.parameters or ("first", "second"))]
-        parameters = [P(name, P.POSITIONAL_OR_KEYWORD) for name in names]
-        return inspect.Signature([*parameters, P("other", P.POSITIONAL_OR_KEYWORD, default=None)]), None
-    decorators = {decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name)}
-    kinds = [kind for kind in (staticmethod, classmethod) if kind.__name__ in decorators]
-    return signature_of_definition(node.args), kinds[0] if kinds else None
+        return TargetSignature(_assumed_signature(patch), decorator=None)
+    decorator_names = {name.id for name in node.decorator_list if isinstance(name, ast.Name)}
+    decorator: type | None = None
+    for candidate in (staticmethod, classmethod):
+        if decorator is None and candidate.__name__ in decorator_names:
+            decorator = candidate
+    return TargetSignature(signature_of_definition(node.args), decorator)
 
 
-def definition(patch: Patch) -> ast.FunctionDef | None:
-    """Return the target's definition in the installed source, or in the checkout of a framework; or None."""
-    source = source_of(patch)
+def _assumed_signature(patch: Patch) -> inspect.Signature:
+    names = list(patch.parameters or ("first", "second"))
+    is_method = "." in patch.qualname
+    if is_method:
+        names.insert(0, "self")
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    parameters.append(Parameter("other", Parameter.POSITIONAL_OR_KEYWORD, default=None))
+    return inspect.Signature(parameters)
+
+
+def find_definition(patch: Patch) -> ast.FunctionDef | None:
+    """Return the syntax tree of the target's definition, or None if there is no source of it."""
+    source = read_source(patch)
     if source is None:
         return None
     node: Any = _parsed(source)
@@ -43,16 +64,16 @@ def definition(patch: Patch) -> ast.FunctionDef | None:
         definitions = [
             statement
             for statement in _statements(node.body)
-            if isinstance(statement, (ast.ClassDef, ast.FunctionDef))
+            if isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name == name
         ]
-        found = [statement for statement in definitions if statement.name == name]
-        if not found:
+        if not definitions:
             return None
-        node = found[-1]  # after its overloads
+        node = definitions[-1]  # the earlier ones are declarations with @overload
     return node if isinstance(node, ast.FunctionDef) else None
 
 
-def source_of(patch: Patch) -> str | None:
+def read_source(patch: Patch) -> str | None:
+    """Return the source text of the target's module, or None if the framework is not on this machine."""
     framework = patch.feature.requirement.name
     if framework not in CHECKOUTS:
         spec = find_module(patch.module)
@@ -68,24 +89,28 @@ def source_of(patch: Patch) -> str | None:
 
 
 def signature_of_definition(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature of an ast.arguments; defaults that are no literals become None."""
-
-    def parameter(argument: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
-        if default is None:
-            return P(argument.arg, kind)
-        value = ast.literal_eval(default) if isinstance(default, ast.Constant) else None
-        return P(argument.arg, kind, default=value)
-
-    by_position = [
-        *((argument, P.POSITIONAL_ONLY) for argument in arguments.posonlyargs),
-        *((argument, P.POSITIONAL_OR_KEYWORD) for argument in arguments.args),
-    ]
-    defaults = [*[None] * (len(by_position) - len(arguments.defaults)), *arguments.defaults]
-    parameters = [parameter(*pair, default) for pair, default in zip(by_position, defaults, strict=True)]
+    """Return the signature that a syntax tree describes. Defaults that are no literals become None."""
+    parameters = []
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    count_required = len(by_position) - len(arguments.defaults)
+    defaults = [*[None] * count_required, *arguments.defaults]
+    for number, (argument, default) in enumerate(zip(by_position, defaults, strict=True)):
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        if number < len(arguments.posonlyargs):
+            kind = Parameter.POSITIONAL_ONLY
+        parameters.append(_parameter(argument, kind, default))
     if arguments.vararg:
-        parameters.append(P(arguments.vararg.arg, P.VAR_POSITIONAL))
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        parameters.append(parameter(argument, P.KEYWORD_ONLY, default))
+        parameters.append(_parameter(argument, Parameter.KEYWORD_ONLY, default))
     if arguments.kwarg:
-        parameters.append(P(arguments.kwarg.arg, P.VAR_KEYWORD))
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
     return inspect.Signature(parameters)
+
+
+def _parameter(argument: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
+    if default is None:
+        return Parameter(argument.arg, kind)
+    if isinstance(default, ast.Constant):
+        return Parameter(argument.arg, kind, default=ast.literal_eval(default))
+    return Parameter(argument.arg, kind, default=None)

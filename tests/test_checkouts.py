@@ -1,4 +1,4 @@
-"""`make checkouts`: clones pinned commits, leaves alone what exists, names the folders it could not fill."""
+"""Checks that `make checkouts` clones pinned commits, keeps existing folders, and reports failed clones."""
 
 import subprocess
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """Megatron-LM, pinned to the first of the two commits of a repository in a folder."""
+    """Source "Megatron-LM" whose server is a local repository of two commits; the first one is pinned."""
     server = tmp_path / "server"
     server.mkdir()
     subprocess.run(["git", "init", "-q", server], check=True)

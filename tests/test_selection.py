@@ -1,4 +1,4 @@
-"""Exhaustive tests: all, none, or the tenth that the seed chooses; and what the JUnit XML says of them."""
+"""Checks tests/selection.py: the exhaustive tests that a run contains, and the record in its JUnit XML."""
 
 import subprocess
 import sys

@@ -148,7 +148,7 @@ sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[Marks()]))
 
 
 def test_each_entry_of_readmes_table_has_a_test():
-    """Of the tests of this landing and of make nightly."""
+    """Each entry has a test with its mark, which may be an exhaustive one of `make nightly`."""
     root = summary.ROOT
     files = [
         *root.glob("tests/patches/torch/test_*.py"),

@@ -1,8 +1,9 @@
-"""A program's call of a patched function: reads arguments by name, and passes all of them on.
+"""Reads the arguments of a program's call of a patched function by name, and passes all of them on.
 
-The names and positions are those of the function that is installed. A parameter that a new release of the
-framework adds, at the end or in the middle, therefore changes neither what a wrapper reads nor what the
-function receives.
+A program may pass an argument by position or by keyword, and releases of a framework differ in their
+parameters. `Call` therefore finds arguments by the signature of the installed function. If a new release adds
+a parameter, even before others, a wrapper still reads the right arguments, and the function still receives
+all that the program gave.
 """
 
 from __future__ import annotations
@@ -15,37 +16,40 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 
-_MISSING = object()
+_NO_DEFAULT = object()  # differs from every argument
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of one function, without `self`."""
+    """Parameters of one function, without `self`, `*args` and `**kwargs`."""
 
-    positions: dict[str, int]  # of those that may be given by position, in their order
+    positions: dict[str, int]  # name -> position, of those that may be given by position; sorted
     defaults: dict[str, Any]
-    names: frozenset[str]  # all but *args and **kwargs
+    names: frozenset[str]
     positional_only: frozenset[str]
     required: frozenset[str]
     signature: inspect.Signature
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, also behind a decorator that hides it.
+    """Return the signature of a function, or of the one that a decorator without functools.wraps hides.
 
-    A decorator without functools.wraps (deepspeed.comm's timed_op) shows (*args, **kwargs). The signature is
-    then that of the function in the decorator's closure, if there is exactly one.
+    Such a decorator (e.g. timed_op of deepspeed.comm) replaces a function by one with the parameters
+    (*args, **kwargs), whose closure refers to the original. If the closure of a function with just these
+    parameters refers to exactly one function, that one's signature is returned.
 
     Raises:
-        ValueError, TypeError: the function has none, as methods of extension modules.
+        ValueError, TypeError: the function has no signature, e.g. a method of an extension module.
     """
     signature = inspect.signature(function)
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if tuple(parameter.kind for parameter in signature.parameters.values()) != variadic:
+    only_variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if tuple(parameter.kind for parameter in signature.parameters.values()) != only_variadic:
         return signature
     cells = getattr(inspect.unwrap(function), "__closure__", None) or ()
-    hidden = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
-    return inspect.signature(hidden[0]) if len(hidden) == 1 else signature
+    decorated = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
+    if len(decorated) != 1:
+        return signature
+    return inspect.signature(decorated[0])
 
 
 def parameters_of(target: Callable[..., Any]) -> Parameters:
@@ -90,24 +94,29 @@ def _read_parameters(function: Callable[..., Any], bound: bool) -> Parameters:
 
 
 class Call:
-    """One call of a patched function. `call()` calls the function with the arguments of the program."""
+    """A program's call of a patched function, which a wrapper receives and makes (or not) as `call()`."""
 
-    __slots__ = ("target", "args", "kwargs", "_known")
+    __slots__ = ("target", "args", "kwargs", "_read_names")
 
     def __init__(
         self,
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        known: Sequence[str] = (),
+        read_names: Sequence[str] = (),
     ):
-        self.target = target  # the function, or the bound method
-        self.args = args  # as the program gave them
-        self.kwargs = kwargs
-        self._known = known  # parameters that the wrapper names
+        self.target = target  # the patched function, or the bound method
+        self.args = args  # the program's positional arguments, without `self`
+        self.kwargs = kwargs  # the program's keyword arguments
+        self._read_names = read_names  # parameters that the wrapper reads
 
     def __call__(self, /, **changed: Any) -> Any:
-        """Call the target with the arguments of the program, those in `changed` replaced."""
+        """Call the target with the program's arguments, except for those in `changed`.
+
+        A changed argument is passed in the way in which the program passed it. One that the program left out
+        is passed by keyword, or, if it is positional-only, by position after the defaults of the parameters
+        before it.
+        """
         if not changed:
             return self.target(*self.args, **self.kwargs)
         parameters = parameters_of(self.target)
@@ -120,27 +129,29 @@ class Call:
             elif position < len(args):
                 args[position] = value
             elif name in parameters.positional_only:
-                between = list(parameters.positions)[len(args) : position]
-                args += [*(parameters.defaults[other] for other in between), value]
+                omitted = list(parameters.positions)[len(args) : position]
+                args += [parameters.defaults[other] for other in omitted]
+                args.append(value)
             else:
                 kwargs[name] = value
         return self.target(*args, **kwargs)
 
     def values(self, names: Sequence[str], fallbacks: Mapping[str, Any]) -> list[Any]:
-        """Return the values of the named arguments: those given, else the target's defaults.
+        """Return the named arguments in order: the program's, or else the target's defaults.
 
         Args:
-            fallbacks: Values of parameters that this version of the target may lack.
+            names: Parameters of the target.
+            fallbacks: Name -> value, of parameters that this version of the target may lack.
 
         Raises:
             TypeError: the program left out a required argument.
         """
         parameters = parameters_of(self.target)
-        given = len(self.args)
+        given_count = len(self.args)
         values = []
         for name in names:
-            position = parameters.positions.get(name, given)
-            if position < given:
+            position = parameters.positions.get(name, given_count)
+            if position < given_count:
                 values.append(self.args[position])
             elif name in self.kwargs:
                 values.append(self.kwargs[name])
@@ -149,16 +160,16 @@ class Call:
             elif name in fallbacks and name not in parameters.names:
                 values.append(fallbacks[name])
             else:
-                parameters.signature.bind(*self.args, **self.kwargs)  # raises with Python's own words
+                parameters.signature.bind(*self.args, **self.kwargs)  # raises Python's own TypeError
                 raise TypeError(f"{_name_of(self.target)} has no parameter {name!r}")
         return values
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments by name, with the target's defaults."""
+        """Return the value of every parameter by name: the program's argument, or the target's default."""
         return arguments_of(self.target, self.args, self.kwargs)
 
     def given(self) -> dict[str, Any]:
-        """Return the arguments that the program gave, by name.
+        """Return by name the arguments that the program gave, without defaults.
 
         Raises:
             TypeError: the program left out a required argument.
@@ -166,30 +177,32 @@ class Call:
         return _given(self.target, self.args, self.kwargs)
 
     def accepts(self, name: str) -> bool:
-        """Return whether this version of the target has the parameter."""
+        """Return whether the installed version of the target has this parameter."""
         return name in parameters_of(self.target).names
 
     def unknown(self) -> list[str]:
-        """Return the arguments that the wrapper does not name and that differ from the target's defaults.
+        """Return in words the arguments that the wrapper does not read and that differ from their defaults.
 
-        A wrapper that does the target's work itself cannot pass them on.
+        A wrapper that does the target's work itself would ignore them.
         """
         if not self.args and not self.kwargs:
             return []
         parameters = parameters_of(self.target)
-        names = []
-        for position, value in enumerate(self.args[len(parameters.positions) :]):
-            names.append(f"argument {position + len(parameters.positions)}: {value!r}")
+        unread = []
+        named_count = len(parameters.positions)  # positional arguments after these go to *args
+        for position, value in enumerate(self.args[named_count:], start=named_count):
+            unread.append(f"argument {position}: {value!r}")
         for name, value in self.given().items():
-            if name not in self._known and not _is_same(value, parameters.defaults.get(name, _MISSING)):
-                names.append(name)
-        return names
+            default = parameters.defaults.get(name, _NO_DEFAULT)
+            if name not in self._read_names and not _is_default(value, default):
+                unread.append(name)
+        return unread
 
     def refuse_unknown(self) -> None:
-        """Raise if there are unknown arguments, in a wrapper that cannot leave the work to the target.
+        """End the job if the wrapper, which does the target's work itself, would ignore an argument.
 
         Raises:
-            HolmesError: names the arguments.
+            HolmesError: there are unknown() arguments. The message lists them.
         """
         if names := self.unknown():
             raise HolmesError(
@@ -201,7 +214,7 @@ class Call:
 def arguments_of(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call by name, with the target's defaults.
+    """Return the value of every parameter of a call by name: the given argument, or the target's default.
 
     Raises:
         TypeError: a required argument is missing.
@@ -213,13 +226,18 @@ def _given(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     parameters = parameters_of(target)
     given = {**dict(zip(parameters.positions, args)), **kwargs}
     if not parameters.required <= given.keys():
-        parameters.signature.bind(*args, **kwargs)  # raises with Python's own words
+        parameters.signature.bind(*args, **kwargs)  # raises Python's own TypeError
     return given
 
 
-def _is_same(value: Any, default: Any) -> bool:
-    """Return whether an argument is the default; of tensors and the like only if it is the same object."""
-    return value is default or isinstance(value, (bool, int, float, str)) and value == default
+def _is_default(value: Any, default: Any) -> bool:
+    """Return whether an argument is the default.
+
+    Only numbers and strings are compared by value: `==` of two tensors is a tensor.
+    """
+    if value is default:
+        return True
+    return isinstance(value, (bool, int, float, str)) and value == default
 
 
 def _name_of(target: Callable[..., Any]) -> str:

@@ -1,12 +1,13 @@
-"""The place that a patch changes: one attribute, and every copy of it.
+"""Applies patches to one attribute of a module or class, and to every copy of it, and removes them.
 
-A location remembers the original and the patches on it, outermost last. Removing one builds the value anew
-from the original, so features that patch the same function can be switched off in any order.
+A `Location` keeps the original value and the list of patches on it. To remove a patch, it applies the
+remaining ones to the original again. Features that patch the same function can therefore be switched off in
+any order.
 
-Copies are found by identity, each time anew, so that one which was made while the patch was on is put right
-too when it is undone: of a function (`from x import f`) in the modules of the target's top-level package, of
-a method in the dicts of its class. Copies that others hold (a user's own import) keep the wrapper, which from
-then on only calls the original.
+A framework may hold copies of the attribute: of a function in other modules of the same top-level package
+(`from x import f`), of a method in a dict of its class. Copies are searched for by identity at each change.
+Therefore a copy that was made of the patched value is restored, too. Copies elsewhere (in a user's module)
+keep the wrapper, which only calls the original after its patch is removed.
 """
 
 import functools
@@ -23,39 +24,50 @@ _log = logging.getLogger(__name__)
 
 
 class Misfit(Exception):
-    """The target is not what the patch expects; the message is the reason."""
+    """The installed target does not fit the patch. The message is the reason."""
 
 
 class Location:
-    """The target of one or more patches, in a module that is imported. Not thread-safe."""
+    """Attribute of an imported module that one or more patches change. Not thread-safe."""
 
     def __init__(self, patch: Patch):
-        """Find the target; Misfit when it is not there. Changes nothing."""
-        self.target, self.package = patch.target, patch.module.partition(".")[0]
-        self.parent, self.name = _locate(patch.module, patch.qualname)
+        """Find the patch's target, without changing it.
+
+        Raises:
+            Misfit: the module has no such attribute.
+        """
+        self.target = patch.target
+        self.package = patch.module.partition(".")[0]
+        self.parent, self.name = _locate(patch.module, patch.qualname)  # parent: a module or class
         self.inherited = self.name not in vars(self.parent)
         self.original = _raw(self.parent, self.name)
-        self.value = self.original  # what the attribute holds now
-        self.patches: list[Patch] = []
+        self.value = self.original  # the attribute's value now
+        self.patches: list[Patch] = []  # the outermost wrapper last
 
     def check(self, patch: Patch) -> None:
-        """Misfit when the target lacks the patch's parameters."""
-        if patch.parameters:
-            try:
-                names = signature_of(getattr(self.parent, self.name)).parameters
-            except (TypeError, ValueError):
-                raise Misfit(f"{patch.target} has no signature to check") from None
-            if reason := missing_parameters(patch, names):
-                raise Misfit(reason)
+        """Check that the target has the parameters that the patch relies on.
+
+        Raises:
+            Misfit: a parameter is missing, or the target has no signature.
+        """
+        if not patch.parameters:
+            return
+        try:
+            names = signature_of(getattr(self.parent, self.name)).parameters
+        except (TypeError, ValueError):
+            raise Misfit(f"{patch.target} has no signature to check") from None
+        reason = missing_parameters(patch, names)
+        if reason:
+            raise Misfit(reason)
 
     def add(self, patch: Patch) -> None:
-        """Apply the patch. Raises what its replace raises, and then has changed nothing."""
+        """Apply the patch. If its `replace` raises an error, nothing has changed."""
         value = self._apply(patch, self.value)
         self.patches.append(patch)
         self._hold(value)
 
     def remove(self, patch: Patch) -> None:
-        """Take the patch off; when it was the last one, everything is again as it was found."""
+        """Remove the patch. When the last one is removed, the attribute and its copies are the original."""
         self.patches.remove(patch)
         value = self.original
         for other in self.patches:
@@ -63,26 +75,32 @@ class Location:
         self._hold(value)
 
     def _apply(self, patch, value):
-        """What a patch puts in the place of value: a function like it, bound, pickled and copied as such."""
+        """Return what replaces `value` under this patch.
+
+        With Patch.wrap it is a plain function, not a callable object, so that Python binds it to instances
+        and pickles it as it does with the original.
+        """
         if patch.replace:
             return patch.replace(value)
-        kind = type(value) if isinstance(value, (staticmethod, classmethod)) else None
-        function = value.__func__ if kind else value
-        of_instance = not isinstance(self.parent, ModuleType) and kind is not staticmethod
+        decorator = type(value) if isinstance(value, (staticmethod, classmethod)) else None
+        function = value.__func__ if decorator else value
+        is_bound = not isinstance(self.parent, ModuleType) and decorator is not staticmethod
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            instance, wrapped = None, function
-            if of_instance:
+            instance = None
+            wrapped = function
+            if is_bound:
                 instance, args = args[0], args[1:]
                 wrapped = function.__get__(instance, type(instance))
-            on = patch in self.patches
-            return patch.wrap(wrapped, instance, args, kwargs) if on else wrapped(*args, **kwargs)
+            if patch in self.patches:
+                return patch.wrap(wrapped, instance, args, kwargs)
+            return wrapped(*args, **kwargs)  # a copy outlived the patch
 
-        return kind(call) if kind else call
+        return decorator(call) if decorator else call
 
     def _hold(self, value):
-        """Put value into the attribute and all its copies, where the former value was."""
+        """Set the attribute, and all copies of its former value, to the new value."""
         former = self.value
         if former is not self.original and vars(self.parent).get(self.name) is not former:
             _log.warning("holmes: %s was changed by somebody else meanwhile: it stays as it is", self.target)
@@ -91,21 +109,25 @@ class Location:
         else:
             setattr(self.parent, self.name, value)
         self.value = value
-        if callable(self.original):  # not constants: every None is the same one
+        if callable(self.original):  # constants have no copies: every None is the same object
             for table in self._tables():
                 for key, held in list(table.items()):
                     if held is former:
                         table[key] = value
 
     def _tables(self):
-        """The dicts that may have copies."""
+        """Return the dicts that may contain copies of the attribute."""
         if isinstance(self.parent, ModuleType):
             return [vars(module) for module in _modules(self.package)]
         return [table for table in list(vars(self.parent).values()) if isinstance(table, dict)]
 
 
 def _locate(module, qualname):
-    """(the object that has the attribute, the attribute's name); Misfit when there is no such attribute."""
+    """Return the module or class that has the attribute, and the attribute's name.
+
+    Raises:
+        Misfit: there is no such attribute.
+    """
     *path, name = qualname.split(".")
     parent: object = sys.modules[module]
     for part in path:
@@ -116,14 +138,18 @@ def _locate(module, qualname):
 
 
 def _raw(parent, name):
-    """The attribute as it is stored: staticmethod and classmethod objects, not what they give."""
+    """Return the attribute as it is stored, e.g. a staticmethod object instead of its function."""
     if isinstance(parent, ModuleType) and name not in vars(parent):
-        return getattr(parent, name)  # given by the module's __getattr__
+        return getattr(parent, name)  # the module computes it by __getattr__
     return inspect.getattr_static(parent, name)
 
 
 def _modules(package):
-    """The imported modules of a top-level package, by the names alone: a list of items makes tuples, which
-    may start the garbage collector; its finalizers may import."""
+    """Return the imported modules of a top-level package.
+
+    It copies only the names of sys.modules, not its items: tuples of items may start the garbage collector,
+    whose finalizers may import modules and so change sys.modules during the loop.
+    """
     names = [name for name in list(sys.modules) if name == package or name.startswith(package + ".")]
-    return [module for name in names if isinstance(module := sys.modules.get(name), ModuleType)]
+    modules = [sys.modules.get(name) for name in names]
+    return [module for module in modules if isinstance(module, ModuleType)]

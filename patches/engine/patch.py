@@ -19,7 +19,7 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @functools.cache
 def installed_version(distribution: str) -> str | None:
-    """From its metadata: nothing is imported. None when it is not installed."""
+    """Return the version of a package from its metadata, without an import; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -108,32 +108,34 @@ class Feature:
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to one attribute of a framework.
+    """Change to one attribute of a framework, either by `wrap` or by `replace`.
 
-    target      "module:qualname", as in "deepspeed.runtime.pipe.p2p:send".
-    reason      one line for `holmes patches`: why the framework must be changed here.
-    wrap        called instead of the target: made by by_name (wrap.py), which passes on every argument that
-                the wrapper does not name. In fact wrap(wrapped, instance, args, kwargs), wrapt's convention:
-                wrapped is bound already; instance is None for plain functions and static methods.
-    replace     instead of wrap: replace(original) -> the object to put in its place; original as stored (a
-                staticmethod object stays one).
-    parameters  names of the target's parameters that wrap or replace relies on; by_name adds its own.
-    only        PEP 440 range of the feature's versions that have this target, "" for all of them.
-
-    ValueError when a field is malformed.
+    Raises:
+        ValueError: a field is malformed.
     """
 
     feature: Feature
-    target: str
-    reason: str
+    target: str  # "module:qualname", as in "deepspeed.runtime.pipe.p2p:send"
+    reason: str  # why the framework must be changed here: one line for `holmes patches`
+
+    #: Called instead of the target as wrap(wrapped, instance, args, kwargs), the convention of the package
+    #: wrapt: `wrapped` is the target, bound to its instance; `instance` is None for functions and static
+    #: methods. The decorators of wrap.py make such a function of one that names the arguments it reads.
     wrap: Callable | None = None
+
+    #: replace(original) returns the new value of the attribute. `original` is the value as it is stored, e.g.
+    #: a staticmethod object.
     replace: Callable | None = None
+
+    #: Names of the target's parameters that wrap or replace relies on. Those that by_name found are added.
     parameters: tuple[str, ...] = ()
-    only: str = ""
+
+    only: str = ""  # PEP 440 range of the feature's versions that have this target; "" for all of them
 
     def __post_init__(self):
-        named = getattr(self.wrap, "parameters", ())
-        object.__setattr__(self, "parameters", tuple(dict.fromkeys((*self.parameters, *named))))
+        read_by_wrap = getattr(self.wrap, "parameters", ())
+        without_duplicates = dict.fromkeys((*self.parameters, *read_by_wrap))
+        object.__setattr__(self, "parameters", tuple(without_duplicates))
         SpecifierSet(self.only)  # InvalidSpecifier is a ValueError
         if not _TARGET.fullmatch(self.target):
             raise ValueError(f"target must be 'module:qualname', not {self.target!r}")
@@ -149,16 +151,15 @@ class Patch:
         return self.target.partition(":")[2]
 
     def belongs_to(self, version: str | None) -> bool:
-        """Whether this version of the framework has the target; True while it is not known."""
+        """Return whether this version of the framework has the target; True if the version is unknown."""
         return not self.only or version is None or SpecifierSet(self.only).contains(release_of(version))
 
 
 class PatchStatus(NamedTuple):
-    """state: "waiting" (for an import), "applied", "off", or "other version" (which the patch is for);
-    version: what was found; reason: why it is off, else the patch's own."""
+    """State of one patch in this process, for `holmes patches`."""
 
     feature: str
     target: str
-    state: str
-    reason: str
-    version: str | None
+    state: str  # "waiting" (for an import), "applied", "off" or "other version" (the patch is for that one)
+    reason: str  # why the patch is off; in the other states, why it exists
+    version: str | None  # of the framework, as installed

@@ -1,7 +1,7 @@
-"""What a job did in its first steps against its Plan: a difference is one line, and in the report.
+"""Compares the first training steps of a job with its Plan. Differences are printed, and are in the report.
 
-    groups       on which fabric each was made (GLOO_SOCKET_IFNAME,
-                 NCCL options of the program put others there)
+    groups       the fabric of each process group (the program can choose another one with
+                 GLOO_SOCKET_IFNAME or with options of NCCL)
     reductions   in two levels or in one ring, under the last backward pass or after it
     in flight    micro-batches that the stages began before their first backward pass
 """
@@ -18,41 +18,61 @@ from holmes_ext.runtime.groups.kinds import kind_of
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.words import some_of, tell_user
 
-#: Training steps after which it is compared: DeepSpeed's first one runs the engine's own schedule.
-STEPS = 2
+#: Number of training steps after which the comparison is made. One is not enough: in the first step,
+#: DeepSpeed's pipeline engine runs its own schedule.
+COMPARED_STEP = 2
 _RINGS = {True: "in two levels", False: "in one ring"}
 _TIMES = {True: "under the last backward pass", False: "after the backward pass"}
 
 
 class Comparison:
-    """Counts training steps; after STEPS of them compares, once. put: takes the document for the report."""
+    """Comparison of the job with its plan, which is made once, after COMPARED_STEP training steps."""
 
     def __init__(self, current: Session, put: Callable[[dict[str, Any]], None]):
-        self.current, self.put, self.steps = current, put, 0
+        """Prepare the comparison.
+
+        Args:
+            put: Called with the document for the report.
+        """
+        self.current = current
+        self.put = put
+        self.steps = 0
 
     def step_done(self) -> None:
+        """Count a training step, and compare if it is COMPARED_STEP."""
         self.steps += 1
-        if self.steps == STEPS:
-            deviations = dict(differences(self.current))
-            for text, reported in deviations.items():
-                if not reported and _first_to_tell(self.current, text):
-                    tell_user(f"not as planned: {text}")
-            self.put({"done": {**done(self.current), "differences": list(deviations)}})
+        if self.steps != COMPARED_STEP:
+            return
+        deviations = dict(differences(self.current))  # text -> whether the user has read the reason before
+        for text, is_explained in deviations.items():
+            if not is_explained and _first_to_tell(self.current, text):
+                tell_user(f"not as planned: {text}")
+        self.put({"done": {**done(self.current), "differences": list(deviations)}})
 
 
 def _first_to_tell(current: Session, text: str) -> bool:
-    """Of all ranks that found the same difference one says so; each of them where the store is gone."""
+    """Return whether this rank is the first that found this difference, and therefore prints it.
+
+    Without the job's store, ranks cannot agree on one, and each of them prints the difference.
+    """
     if current.store is None:
         return True
-    key, mine = hashlib.sha256(text.encode()).hexdigest()[:16], str(current.rank)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    this_rank = str(current.rank)
     try:
-        return current.store.compare_set(f"{current.round}/difference/{key}", "", mine).decode() == mine
+        # Writes only if the key has no value yet; returns the key's value afterwards.
+        first_rank = current.store.compare_set(f"{current.round}/difference/{digest}", "", this_rank)
+        return first_rank.decode() == this_rank
     except RuntimeError:  # torch.distributed.DistError is one
         return True
 
 
 def done(current: Session) -> dict[str, Any]:
-    """For the report: {"reductions": [[stage, in two levels, overlapped], ...], "in_flight": by stage}."""
+    """Return what the job did, for the report.
+
+    "reductions" is a list of [stage, whether in two levels, whether overlapped], "in_flight" the number of
+    micro-batches of each stage.
+    """
     stages = ((current.plan.stage_of(ranks), reduction) for ranks, reduction in current.reductions.items())
     rows = [[stage, reduction.two_levels, reduction.overlap] for stage, reduction in stages
             if stage is not None]
@@ -60,7 +80,10 @@ def done(current: Session) -> dict[str, Any]:
 
 
 def differences(current: Session) -> Iterator[tuple[str, bool]]:
-    """(text, whether the user was told why before). Texts name no rank: all say the same."""
+    """Yield each difference from the plan as (text, whether the user has read the reason before).
+
+    The text contains no rank, so that it is the same on all ranks and is printed once.
+    """
     sizes, world = current.plan.sizes, current.plan.world_size
     for record in current.groups:
         planned = current.transport(record.ranks, record.backend).fabric
@@ -82,7 +105,10 @@ def _stage(current: Session, ranks: Iterable[int]) -> str:
 
 
 def _reduction(reduction: DoneReduction) -> str:
-    """Of an overlap only that it is missing: what a program overlaps by itself is none of the plan's."""
+    """Return how the reduction differs from the plan, or "" if it does not.
+
+    An overlap that the plan does not have is no difference: the program may overlap reductions by itself.
+    """
     planned = reduction.planned
     two_levels = bool(planned.clusters) and reduction.bytes >= planned.two_level_from
     if reduction.two_levels != two_levels:
@@ -91,7 +117,7 @@ def _reduction(reduction: DoneReduction) -> str:
 
 
 def _missing(current: Session) -> str:
-    """A reduction that holmes takes over in this engine, by the plan, and that never came by."""
+    """Return a sentence if holmes should have made this stage's reduction and has not seen it, else ""."""
     plan, sizes, engine = current.plan, current.plan.sizes, current.engine
     if sizes is None or not engine.name or not plan.traffic or not current.groups:
         return ""

@@ -36,25 +36,27 @@ _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){
 
 
 def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, error: str) -> str:
-    """Return the line for the user on a failed reduction: the rank and its node, what was reduced, over which
-    fabric, the node that is lost, and the transport's error.
+    """Return one line for the user about a failed reduction.
 
-    If another rank ended the job because it refused bad input, the line repeats that rank's message instead.
+    The line names this rank and its node, the gradients, the fabric, the group's ranks, the lost node if the
+    error contains its address, and the transport's error. If the job ends because another rank refused bad
+    input, the line is that rank's message instead.
 
     Args:
         what: The gradients that were reduced, e.g. "bucket 0 of 8".
         ranks: The members of the group.
         fabric: The network of the group; None if the plan has none for it.
-        error: The transport's message.
+        error: The message of the transport (gloo or NCCL).
     """
     import torch.distributed as dist
 
     current = session.active()
     reporter = me(current) if current else f"rank {dist.get_rank()}"
     where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
-    failed = (f"the reduction of {what} failed over {where} in the group of ranks {some_of(ranks)}"
-              f"{_lost_node(error, ranks)}: {_last_line(error)}")
-    return _or_refused(reporter, failed).removeprefix(INPUT)
+    lost_node = _lost_node(error, ranks)
+    failure = (f"the reduction of {what} failed over {where} in the group of ranks {some_of(ranks)}"
+               f"{lost_node}: {_last_line(error)}")
+    return _or_refused(reporter, failure).removeprefix(INPUT)
 
 
 def explain(error: BaseException) -> str | None:

@@ -103,41 +103,49 @@ def unwatch_nics() -> None:
 
 
 def hook_optimizers(recorder: telemetry.Recorder) -> None:
-    """torch's own hooks around every optimizer's step: the end of a step where nobody else tells."""
+    """Record the time of every optimizer step, and the end of training steps, by torch's optimizer hooks.
+
+    The recorder uses these ends of steps only if no framework's patch reports them.
+    """
     from torch.optim import optimizer
 
-    begun: list[Any] = []
+    open_spans: list[Any] = []  # an optimizer's step may call that of another
     counter = StepCounter()
 
-    def before(*_: Any) -> None:
-        begun.append(telemetry.span("optimizer"))
-        begun[-1].__enter__()
+    def before_step(*_: Any) -> None:
+        span = telemetry.span("optimizer")
+        open_spans.append(span)
+        span.__enter__()
 
-    def after(stepped: Any, *_: Any) -> None:
-        if begun:
-            begun.pop().__exit__(None, None, None)
-        if counter.ends_step(stepped):
+    def after_step(stepped_optimizer: Any, *_: Any) -> None:
+        if open_spans:
+            open_spans.pop().__exit__(None, None, None)
+        if counter.ends_step(stepped_optimizer):
             recorder.step_done("optimizer")
 
-    register = optimizer.register_optimizer_step_pre_hook, optimizer.register_optimizer_step_post_hook
-    _Running.hooks += [add(hook) for add, hook in zip(register, (before, after))]
+    _Running.hooks.append(optimizer.register_optimizer_step_pre_hook(before_step))
+    _Running.hooks.append(optimizer.register_optimizer_step_post_hook(after_step))
 
 
 def compare_with_plan(current: Session) -> None:
-    """Compare after the first training steps (as_planned.py)."""
+    """Compare the job with its plan after the first training steps, and write the result into the report.
+
+    Training steps are counted by optimizer steps. as_planned.py makes the comparison.
+    """
     from torch.optim import optimizer
 
     def put(document: dict[str, Any]) -> None:
         if _Running.writer is not None:
             _Running.writer.put(document)
 
-    compared, counter = Comparison(current, put), StepCounter()
+    comparison = Comparison(current, put)
+    counter = StepCounter()
 
-    def after(stepped: Any, *_: Any) -> None:
-        if counter.ends_step(stepped):
-            compared.step_done()
+    def after_step(stepped_optimizer: Any, *_: Any) -> None:
+        if counter.ends_step(stepped_optimizer):
+            comparison.step_done()
 
-    _Running.hooks.append(optimizer.register_optimizer_step_post_hook(after))
+    _Running.hooks.append(optimizer.register_optimizer_step_post_hook(after_step))
 
 
 def unhook_optimizers() -> None:

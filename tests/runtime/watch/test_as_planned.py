@@ -15,7 +15,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.transport import GLOO_VARIABLE, as_made
 from holmes_ext.runtime.session import GroupRecord, Session
 from holmes_ext.runtime.start import launcher
-from holmes_ext.runtime.watch.as_planned import STEPS, Comparison
+from holmes_ext.runtime.watch.as_planned import COMPARED_STEP, Comparison
 
 GB = 10**9
 
@@ -50,7 +50,7 @@ def compared(current, capsys):
     """(the document for the report, lines on stderr)"""
     found = []
     comparison = Comparison(current, found.append)
-    for _ in range(STEPS + 3):
+    for _ in range(COMPARED_STEP + 3):
         comparison.step_done()
     (document,) = found
     return document["done"], capsys.readouterr().err.splitlines()
