@@ -51,7 +51,7 @@ def mailbox_of(group: Any) -> Mailbox:
 
 
 def pairs_of(group) -> _Pairs:
-    """Return this rank's groups for its neighbours; the first call makes them, with all ranks of the group."""
+    """Return this rank's groups for its neighbours. The first call, by all ranks of the group, makes them."""
     current = session.active()
     if group not in _made:
         _made[group] = _make(current, group) if current is not None else _Pairs()
