@@ -22,17 +22,25 @@ from holmes_ext.patches.deepspeed.versions import ask
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 
+#: File in the folder of a checkpoint that records which modules each stage had when it was saved.
 SPLIT = "holmes_split.json"
 
 
 @with_session
 @by_name
 def _save_whole(current, call, instance, save_dir, tag, save_latest):
-    """save_checkpoint, with a barrier at both ends."""
-    tag = str(tag or f"global_step{instance.global_steps}")
+    """Save a checkpoint with a record of its split, and name it in `latest` only when it is complete.
+
+    DeepSpeed's rank 0 writes `latest` as soon as its own files are written. A rank that dies meanwhile leaves
+    a `latest` that cannot be loaded. Here DeepSpeed saves without `latest`, which ends with a barrier over
+    all ranks. Then rank 0 writes `latest`, and a second barrier makes the others wait for that.
+
+    A decoupled checkpoint engine writes its files in the background: for it, `latest` stays DeepSpeed's task.
+    """
+    tag = str(tag or f"global_step{instance.global_steps}")  # DeepSpeed's default
     folder = Path(save_dir, tag)
     if instance.global_rank == 0 and hasattr(instance.module, "parts"):
-        parts = [int(part) for part in instance.module.parts]  # numpy integers
+        parts = [int(part) for part in instance.module.parts]  # json does not take numpy's integers
         document = {"version": 1, "tensor": instance.grid.model_parallel_size, "parts": parts}
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / SPLIT, json.dumps(document) + "\n")
@@ -115,20 +123,33 @@ def tag_of(load_dir: str | Path, tag: str | None) -> str | None:
 @with_session
 @by_name
 def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only):
-    """load_checkpoint of a pipeline engine, unless it takes the universal checkpoint or the weights alone."""
+    """Load a checkpoint, unless it is a native one of a pipeline engine with other layers on its stages.
+
+    DeepSpeed's native pipeline checkpoints load only with the split of layers and tensors that they were
+    saved with. Under another split DeepSpeed fails halfway, in errors that do not name the cause. The
+    universal checkpoint, and loading the weights alone, work with any split.
+
+    Raises:
+        HolmesError: on rank 0; names both splits and what the user can do.
+        RemoteError: on the other ranks, which leave the message to rank 0.
+    """
     module = instance.module
     folder = Path(load_dir, str(tag_of(load_dir, tag)))
-    alike = load_module_only or not hasattr(module, "parts") or instance.load_universal_checkpoint()
-    if not alike and folder.is_dir():
-        here = Split(tuple(map(int, module.parts)), instance.grid.model_parallel_size)
-        saved = saved_split(folder, module, here.tensor)
-        if saved != here and current.rank != 0:
-            raise RemoteError("rank 0 says which split")
-        if saved != here:
-            raise HolmesError(
-                f"{folder} was saved with {saved}, this job has {here}, and DeepSpeed's native checkpoints "
-                f"do not load under another split; {ways_out(folder, saved, here, module)}")
-    return call()
+    loads_any_split = (
+        load_module_only or not hasattr(module, "parts") or instance.load_universal_checkpoint()
+    )
+    if loads_any_split or not folder.is_dir():  # DeepSpeed itself reports a missing folder
+        return call()
+
+    own_split = Split(parts=tuple(map(int, module.parts)), tensor=instance.grid.model_parallel_size)
+    saved = saved_split(folder, module, own_split.tensor)
+    if saved == own_split:
+        return call()
+    if current.rank != 0:
+        raise RemoteError("rank 0 says which split")
+    raise HolmesError(
+        f"{folder} was saved with {saved}, this job has {own_split}, and DeepSpeed's native checkpoints "
+        f"do not load under another split; {ways_out(folder, saved, own_split, module)}")
 
 
 PATCHES = (

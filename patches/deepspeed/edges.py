@@ -71,13 +71,19 @@ def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
 @with_session
 @by_name
 def _make_groups(current, call, instance, grid):
-    """After DeepSpeed's own: every pair of neighbours gets a group for activations, one for gradients."""
+    """Make the mailbox of this pipeline, after DeepSpeed made its own process groups for p2p.
+
+    Every pair of neighbouring stages gets two groups, one for activations and one for gradients, so that
+    neither direction waits for the other. All ranks make the groups here, in the same order.
+    """
     global _mailbox
     import torch.distributed as dist
 
-    result, _mailbox = call(), None
+    result = call()
+    _mailbox = None  # that of an earlier engine
     if not network_api_of(backend_of()):
         return result
+    # p2p_groups is a ring: two stages appear in both orders, a single stage is paired with itself.
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
     stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(grid.pipe_parallel_size)}
     _mailbox = mailbox.of_pairs(pairs, current.rank, stages, dist.group.WORLD)
@@ -86,13 +92,25 @@ def _make_groups(current, call, instance, grid):
 
 
 def _through_mailbox(direction, call, tensor, stage, async_op):
-    """Inside a training step; outside (evaluation) they block, over the same groups (p2p.py)."""
-    if (box := _opened()) is None:
+    """Send or receive a tensor through the mailbox while a training step runs.
+
+    DeepSpeed's p2p.send and p2p.recv block until the message has been transferred. The mailbox sends in the
+    background and posts receives in advance. Outside a training step, as in evaluation, DeepSpeed's blocking
+    call over the same process groups remains (p2p.py).
+
+    Args:
+        direction: "send" or "recv", the name of the mailbox's method too.
+        stage: The neighbouring stage.
+    """
+    box = _opened()
+    if box is None:
         return call()
     call.refuse_unknown()
     from deepspeed.runtime.pipe import p2p
 
-    return getattr(box, direction)(tensor, p2p._grid.stage_to_global(stage_id=stage))
+    peer = p2p._grid.stage_to_global(stage_id=stage)
+    transfer = getattr(box, direction)
+    return transfer(tensor, peer)
 
 
 def _wire_to(stage: int) -> Wire:
@@ -110,30 +128,45 @@ def _wire_to(stage: int) -> Wire:
     return Wire(narrow=narrow, edge=f"stage {my_stage}'s edge to stage {stage}")
 
 
-def _narrowed(direction, call, tensor, stage, async_op):
-    """What is sent is narrowed, what is received is decoded into the engine's buffer."""
+def _transfer_narrowed(direction, call, tensor, stage, async_op):
+    """Send a tensor in fewer bits, or receive such a message and decode it into the engine's buffer.
+
+    A `Wire` says how tensors travel between two stages (--holmes-edges bf16 or int8). While a training step
+    runs, the mailbox encodes and decodes with it; otherwise that is done here, around DeepSpeed's call.
+
+    Args:
+        direction: "send" or "recv".
+        stage: The neighbouring stage.
+    """
     import torch
 
-    # the engine's messages about shapes are integers
-    wire = PLAIN if tensor.dtype in (torch.int32, torch.int64) else _wire_to(stage)
-    if (box := _opened()) is not None:  # it carries the message, and asks for the wire
+    if tensor.dtype in (torch.int32, torch.int64):
+        wire = PLAIN  # a message about the shapes of tensors: it must arrive exactly
+    else:
+        wire = _wire_to(stage)
+    box = _opened()
+    if box is not None:
         box.wire_to = lambda peer: wire
-        return call()
+        return call()  # reaches the mailbox by _through_mailbox
     if direction == "send":
         return call(tensor=wire.outgoing(tensor))
-    part, finish = wire.incoming(tensor)
-    done = call(tensor=part)
-    finish()
-    return done
+    encoded, decode_into_tensor = wire.incoming(tensor)
+    result = call(tensor=encoded)
+    decode_into_tensor()
+    return result
 
 
 @by_name
-def _announce(call, instance, buffer, recv_stage):
-    """_send_tensor_meta: the next stage makes its buffers for these tensors, once for all steps."""
+def _announce_shapes(call, instance, buffer, recv_stage):
+    """Record in the mailbox the shapes that DeepSpeed's _send_tensor_meta sends to the next stage.
+
+    The next stage allocates its receive buffers for these shapes, once for all steps. From now on the mailbox
+    raises if a tensor of another shape is to be sent there, instead of a transfer that never ends.
+    """
     if _mailbox is None:
         return call()
     peer = instance.grid.stage_to_global(stage_id=recv_stage)
-    _mailbox.announce((), peer)
+    _mailbox.announce((), peer)  # no shapes: the messages of _send_tensor_meta itself are not checked
     result = call()
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
     _mailbox.announce([mailbox.form_of(tensor) for tensor in tensors], peer)
@@ -141,8 +174,12 @@ def _announce(call, instance, buffer, recv_stage):
 
 
 @by_name
-def _announced(call, instance, send_stage):
-    """_recv_tensor_meta: its messages are about those of each micro-batch."""
+def _exclude_shape_messages(call, instance, send_stage):
+    """Remove the messages of DeepSpeed's _recv_tensor_meta from those expected of every micro-batch.
+
+    DeepSpeed exchanges shapes only before the first activation. The mailbox, which learns from the first step
+    which messages a micro-batch has, must not wait for them again.
+    """
     result = call()
     if _mailbox is not None:
         _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
@@ -154,16 +191,25 @@ def _schedule_class() -> type:
     from deepspeed.runtime.pipe import schedule
 
     class PlannedSchedule(schedule.TrainSchedule):
-        """TrainSchedule with the passes of `flight`."""
+        """DeepSpeed's training schedule with the passes in the order of a `Flight`.
+
+        The order lists passes as (letter, micro-batch): "F" forward, "B" backward. A zero-bubble order splits
+        the backward pass: "I" computes the gradient of the input, "W" later those of the weights.
+        """
 
         def __init__(self, stock: Any, flight: Flight, engine: Any, box: Mailbox):
-            self.__dict__.update(vars(stock))  # sizes, and whatever a later DeepSpeed gives its schedules
-            self.order, self.engine, self.box = flight.order(self.stage_id, self.micro_batches), engine, box
+            # The stock schedule's sizes, and whatever a later DeepSpeed adds to its schedules.
+            self.__dict__.update(vars(stock))
+            self.order = flight.order(self.stage_id, self.micro_batches)
+            self.engine = engine
+            self.box = box
             self.splits = any(letter == "W" for letter, _ in self.order)
-            self.weights, self.losses = WeightGradients(), dict[int, Any]()
-            # of each activation that comes: gradients that the stage before must have had to send it
-            above = flight.order(self.stage_id - 1, self.micro_batches) if self.stage_id else ()
-            self.returned = before(above, "BI", "F")
+            self.weights = WeightGradients()
+            self.losses = dict[int, Any]()  # of the last stage, by micro-batch
+            # For each activation that arrives: how many gradients the previous stage had received when it
+            # sent it.
+            order_above = flight.order(self.stage_id - 1, self.micro_batches) if self.stage_id else ()
+            self.returned = before(order_above, "BI", "F")
 
         def num_pipe_buffers(self) -> int:
             ended = (1 if letter == "F" else -1 for letter, _ in self.order if letter != "W")
@@ -233,19 +279,29 @@ def _schedule_class() -> type:
 @with_session
 @by_name
 def _exec_schedule(current, call, instance, pipe_schedule):
-    """Of training, in the plan's order; messages through the mailbox, all gone at its end."""
+    """Run a training step with the plan's order of passes, its messages sent through the mailbox.
+
+    DeepSpeed's schedule keeps as few micro-batches in flight as instantaneous messages would need. The
+    planned schedule keeps more, so that slow edges between stages are hidden behind computation.
+
+    The first step runs DeepSpeed's own schedule: the mailbox listens, to learn the messages of one
+    micro-batch. Evaluation, schedules of the program's own, and engines without support for the plan's order
+    keep DeepSpeed's schedule. When the step ends, all its messages have been transferred.
+    """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     if _mailbox is None or instance.num_stages == 1 or type(pipe_schedule) is not TrainSchedule:
         return call()
     plan = current.plan_for(grid_sizes(current, instance.grid))
     planned = flight_of(plan, network_api_of(backend_of()))
-    reason = unsupported(instance, planned) if planned else None
+    if not planned:
+        return call()
+    reason = unsupported(instance, planned)
     if reason:
         tell(current, f"DeepSpeed's own pipeline schedule is used: {reason}", once=True)
-    if reason or not planned:
         return call()
-    if not _mailbox.knows:
+
+    if not _mailbox.knows:  # which messages a micro-batch has
         _mailbox.listen()
         result = call()
         _mailbox.learn(instance.micro_batches)
@@ -260,13 +316,15 @@ def _exec_schedule(current, call, instance, pipe_schedule):
 
 
 @by_name
-def _forget(call, instance):
-    """Let the next step run the engine's own schedule, to learn the new shapes of its messages.
+def _forget_messages(call, instance):
+    """Let the next training step run DeepSpeed's own schedule, to learn new shapes of messages.
 
-    Only reset_activation_shape says that shapes change. set_train_batch_size does not: it changes the number
-    of micro-batches, and what is known is the messages of one micro-batch. Megatron-DeepSpeed calls it before
-    every step. set_train_micro_batch_size changes shapes, but the engine itself keeps its old buffers until
-    reset_activation_shape is called.
+    Only reset_activation_shape is patched with this, as it announces that shapes change:
+
+    - set_train_batch_size changes the number of micro-batches, but the mailbox knows the messages of one
+      micro-batch. Megatron-DeepSpeed calls it before every step.
+    - set_train_micro_batch_size changes shapes, but the engine keeps its old buffers until
+      reset_activation_shape is called.
     """
     if _mailbox is not None:
         _mailbox.forget()
@@ -280,14 +338,14 @@ PATCHES = (
           "groups are made where the engine sets up its p2p, on all ranks at once", _make_groups),
     *messages(EDGES, _through_mailbox, "p2p.send waits until the other end has the message",
               "p2p.recv is posted when the message is needed, too late for it to travel before"),
-    *messages(NARROW, _narrowed, "activations and gradients cross as wide as they are computed",
+    *messages(NARROW, _transfer_narrowed, "activations and gradients cross as wide as they are computed",
               "what was narrowed is widened"),
     Patch(EDGES, f"{_ENGINE}._exec_schedule",
           "the schedule keeps as few micro-batches in flight as free edges need", _exec_schedule),
     Patch(EDGES, f"{_ENGINE}._send_tensor_meta",
-          "what is announced is what has to come, or nobody says what is wrong", _announce),
+          "what is announced is what has to come, or nobody says what is wrong", _announce_shapes),
     Patch(EDGES, f"{_ENGINE}._recv_tensor_meta", "what comes before the first activation comes once",
-          _announced),
+          _exclude_shape_messages),
     Patch(EDGES, f"{_ENGINE}.reset_activation_shape", "shapes of messages change (curriculum learning)",
-          _forget),
+          _forget_messages),
 )  # fmt: skip

@@ -29,18 +29,27 @@ from holmes_ext.words import tell_user
 
 @by_name
 def _reserve(call, instance):
-    """DeepSpeedEngine._configure_optimizer: optimizers step once, with zeros, while it makes them."""
+    """Register the engine as the one whose steps count, before DeepSpeed constructs its optimizer.
+
+    DeepSpeed's optimizers step the torch optimizer inside them once, with gradients of zero, to allocate its
+    state. Registered first, that inner optimizer's step is not taken for a training step.
+    """
     training.reserve(instance)
     return call()
 
 
 @by_name
 def _take_model_step(call, instance):
-    """DeepSpeedEngine._take_model_step, of the plain and of the pipeline engine."""
-    joins = training.claim(instance, lambda: _adapter(instance))
+    """Join the outer training before the first step, and count every step that changed the weights.
+
+    Both the plain and the pipeline engine take their optimizer's step in _take_model_step. It sets
+    `_step_applied` to False when gradients overflow and the optimizer skips the step.
+    """
+    counts = training.claim(instance, lambda: _adapter(instance))
     result = call()
-    if joins and instance._step_applied:
-        training.stepped(instance.train_micro_batch_size_per_gpu() * instance.gradient_accumulation_steps())
+    if counts and instance._step_applied:
+        samples = instance.train_micro_batch_size_per_gpu() * instance.gradient_accumulation_steps()
+        training.stepped(samples)
     return result
 
 
@@ -161,20 +170,25 @@ def _written(engine: Any) -> None:
 
 @by_name
 def _save(call, instance, save_dir, tag):
-    """A file for each rank, beside DeepSpeed's own."""
+    """Save the state of the outer training in one file per rank, beside DeepSpeed's checkpoint files."""
     result = call()
-    if (state := training.joined_state_dict()) is not None:
+    state = training.joined_state_dict()
+    if state is not None:
         import torch
 
-        torch.save(state, _file(save_dir, tag or f"global_step{instance.global_steps}", instance))
+        tag = tag or f"global_step{instance.global_steps}"  # DeepSpeed's default
+        torch.save(state, _file(save_dir, tag, instance))
     return result
 
 
 @by_name
 def _load(call, instance, load_dir, tag):
-    """Without outer state the job joins as a new one does."""
+    """Load the state of the outer training after DeepSpeed loaded its checkpoint.
+
+    A checkpoint without such a file is a job's that trained alone: this job then joins like a new one.
+    """
     path, client_state = call()
-    if path is None or not training.asked():
+    if path is None or not training.asked():  # DeepSpeed loaded nothing, or the job trains alone
         return path, client_state
     file = _file(load_dir, tag_of(load_dir, tag), instance)
     if file.exists():

@@ -31,23 +31,34 @@ pairs_by_peer: dict[int, object] = {}
 @with_session
 @by_name
 def _make_pair_groups(current, call, instance, grid):
-    """The pairs of neighbours that the plan gives a group; edges.py has groups for all of them."""
+    """Make a process group for each pair of neighbouring stages that shares a faster network than the world.
+
+    DeepSpeed's init_process_groups, which runs on all ranks at once, makes no groups for its p2p: messages go
+    over the world group. If edges.py is switched on, it makes groups for all pairs instead.
+    """
     import torch.distributed as dist
 
-    result, network_api = call(), network_api_of(backend_of())
-    pairs_by_peer.clear()
+    result = call()
+    network_api = network_api_of(backend_of())
+    pairs_by_peer.clear()  # those of an earlier engine
     if not network_api or registry().is_on(EDGES.name):
         return result
     world = range(current.plan.world_size)
-    pairs = [pair for pair in sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})
-             if pair_needs_group(current.plan, pair, world, network_api)]
+    neighbours = sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})
+    pairs = [pair for pair in neighbours if pair_needs_group(current.plan, pair, world, network_api)]
     pairs_by_peer.update(groups_of(pairs, current.rank, dist.group.WORLD))
     return result
 
 
 def messages(feature: Feature, carry: Callable[..., Any], sending: str, receiving: str) -> list[Patch]:
-    """Patches of p2p.send and p2p.recv, with their reasons: carry("send" or "recv", call, tensor, the other
-    stage, async_op)."""
+    """Return patches of DeepSpeed's p2p.send and p2p.recv that share one function.
+
+    Args:
+        carry: Called with the direction ("send" or "recv"), the call of DeepSpeed's function, the tensor, the
+            neighbouring stage and async_op.
+        sending: Why p2p.send is patched.
+        receiving: Why p2p.recv is patched.
+    """
 
     @by_name
     def send(call, instance, tensor, dest_stage, async_op):
@@ -62,6 +73,15 @@ def messages(feature: Feature, carry: Callable[..., Any], sending: str, receivin
 
 
 def _over_pair_group(direction, call, tensor, stage, async_op):
+    """Send or receive a tensor over the group of this pair of stages, if the pair has one.
+
+    DeepSpeed's p2p.send and p2p.recv use the world group, which is on Ethernet as soon as a job spans
+    clusters. Asynchronous calls are left to DeepSpeed, which keeps their handles.
+
+    Args:
+        direction: "send" or "recv", the name of deepspeed.comm's function too.
+        stage: The neighbouring stage.
+    """
     from deepspeed import comm
     from deepspeed.runtime.pipe import p2p
 
@@ -69,8 +89,9 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
     if async_op or peer not in pairs_by_peer:
         return call()
     call.refuse_unknown()
-    p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
-    return getattr(comm, direction)(tensor, peer, group=pairs_by_peer[peer])
+    p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)  # as DeepSpeed's functions do first
+    transfer = getattr(comm, direction)
+    return transfer(tensor, peer, group=pairs_by_peer[peer])
 
 
 def grid_sizes(current: Session, grid: Any) -> Sizes:
@@ -84,6 +105,10 @@ def grid_sizes(current: Session, grid: Any) -> Sizes:
 @with_session
 @by_name
 def _check_grid(current, call, instance):
+    """Compare the sizes of DeepSpeed's grid with the plan's, as soon as the grid exists.
+
+    A script with command-line flags of its own names its pipeline size nowhere else.
+    """
     result = call()
     check_grid(current, grid_sizes(current, instance))
     return result

@@ -27,7 +27,7 @@ from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
 from holmes_ext.words import tell_user
 
-_LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")
+_LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")  # a partition_method like "0,6,9"
 #: PipelineModule -> DeepSpeed's own borders, where the plan's have taken their place.
 stock_parts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
@@ -78,15 +78,26 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
 
 @by_name
 def _partition_layers(call, instance, method):
-    """DeepSpeed's own partition first (it checks and prints), then ours in its place."""
-    stages, specs = instance.num_stages, instance._layer_specs
+    """Assign layers to stages by the script's list of borders, or else by the plan.
+
+    DeepSpeed's own partition runs first, because it checks and prints; the borders are then replaced. It does
+    not accept a list, and therefore gets "uniform" in its place. Without a list and a plan, its partition
+    stays.
+
+    Raises:
+        HolmesError: the script's borders are not valid, or the plan was made for other stages or layers.
+    """
+    stages = instance.num_stages
+    specs = instance._layer_specs
     if isinstance(method, str) and _LIST.fullmatch(method):
         method = [int(border) for border in method.split(",")]
     if isinstance(method, (list, tuple)):
         borders = check_borders(method, len(specs), stages)
-        result, what = call(method="uniform"), "the script's borders"
+        result = call(method="uniform")
+        source = "the script's borders"
     else:
-        result, current = call(), session.active()
+        result = call()
+        current = session.active()
         if current is None or not current.plan.stage_layers:
             return result
         plan = current.plan
@@ -94,14 +105,14 @@ def _partition_layers(call, instance, method):
             key = f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages"
             raise HolmesError(f"{key}, but the module has {stages}; make the plan for this pipeline size")
         borders = borders_of([class_name(spec) for spec in specs], plan.stage_layers, plan.source)
-        what = f"{plan.partition} partition, {'+'.join(map(str, plan.stage_layers))} blocks"
+        source = f"{plan.partition} partition, {'+'.join(map(str, plan.stage_layers))} blocks"
         stock_parts[instance] = instance.parts
     stage = instance._topo.get_coord(instance.global_rank).pipe
     instance.parts = borders
     instance._set_bounds(start=borders[stage], stop=borders[stage + 1])
     if instance.global_rank == 0:
         begins = ", ".join(map(str, borders[:-1]))
-        tell_user(f"stages begin at layers {begins} of {len(specs)} ({what})")
+        tell_user(f"stages begin at layers {begins} of {len(specs)} ({source})")
     return result
 
 

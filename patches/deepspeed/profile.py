@@ -74,17 +74,22 @@ def _install(engine: Any, steps: int) -> Profiler:
 @with_session
 @by_name
 def _train_batch(current, call, instance):
+    """Measure one training step of the pipeline engine; after the last measured one, write the profile.
+
+    The profiler is installed at the engine's first step and removed after the last measured step, so that
+    later steps run at full speed.
+    """
     if instance not in _profilers:
         _profilers[instance] = _install(instance, current.options.profile_steps)
     prof = _profilers[instance]
-    if prof is None:
+    if prof is None:  # the profile has been written
         return call()
     with prof.step():
         result = call()
     if prof.finished:
         _profilers[instance] = None
         prof.release()
-        del instance._INSTRUCTION_MAP
+        del instance._INSTRUCTION_MAP  # the copy with timed functions; the class has the original
         _publish(current, instance, prof)
     return result
 

@@ -128,32 +128,47 @@ def overlap_of(engine: Any) -> _Overlap | None:
 
 @by_name
 def _begin(call, instance, pipe_schedule):
-    """_exec_schedule: a batch begins."""
+    """Count the backward passes of the batch that begins, to recognize the last one.
+
+    DeepSpeed's _exec_schedule runs all instructions of one batch, of training or of evaluation.
+    """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    if instance.optimizer is not None and (overlap := overlap_of(instance)):
-        training = isinstance(pipe_schedule, TrainSchedule)
-        overlap.backwards_left = instance.micro_batches if training else 0
+    if instance.optimizer is None:
+        return call()
+    overlap = overlap_of(instance)
+    if overlap is not None:
+        is_training = isinstance(pipe_schedule, TrainSchedule)
+        overlap.backwards_left = instance.micro_batches if is_training else 0
     return call()
 
 
 @by_name
 def _backward(call, instance):
-    """_exec_backward_pass: the last one of the batch sends gradients as they become final."""
-    if (overlap := overlap_of(instance)) is None:
+    """Reduce gradients while the last backward pass of a batch runs.
+
+    DeepSpeed accumulates gradients over the micro-batches and reduces them after the last backward pass. In
+    that pass each gradient becomes final, and the reducer sends a bucket as soon as all its gradients are.
+    """
+    overlap = overlap_of(instance)
+    if overlap is None:
         return call()
     overlap.backwards_left -= 1
     if overlap.backwards_left != 0:
         return call()
     overlap.prepare()
-    overlap.reducer.arm(hold=overlap.holds)
+    overlap.reducer.arm(hold=overlap.holds)  # hold: buckets wait until the pass has ended
     with overlap.source.folding():
         return call()
 
 
 @by_name
 def _reduce_tied(call, instance):
-    """_exec_reduce_tied_grads: buckets that were held leave first, as tied weights wait for another stage."""
+    """Send the buckets that were held back during the backward pass, then reduce the tied gradients.
+
+    Tied gradients are summed with another stage, which may reach this instruction later. The buckets use
+    that time.
+    """
     overlap = _overlaps.get(instance)
     if overlap is not None and overlap.armed:
         overlap.reducer.release()
@@ -162,7 +177,11 @@ def _reduce_tied(call, instance):
 
 @by_name
 def _reduce(call, instance):
-    """_exec_reduce_grads: tied gradients, summed over the stages by now, leave, and all are waited for."""
+    """Finish the overlapped reduction, in place of DeepSpeed's reduction of all gradients.
+
+    Gradients of tied weights, which were summed over their stages in the instruction before, are sent now.
+    Then the reducer waits for all buckets.
+    """
     overlap = _overlaps.get(instance)
     if overlap is None or not overlap.armed:
         return call()

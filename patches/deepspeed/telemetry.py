@@ -24,6 +24,7 @@ from holmes_ext.runtime.measure import telemetry
 
 @by_name
 def _train_batch(call, instance):
+    """Record the start and the end of a training step of the pipeline engine."""
     recorder = telemetry.recorder
     if recorder is None:
         return call()
@@ -46,20 +47,29 @@ def _tokens(engine: Any) -> int:
 
 @by_name
 def _engine_step(call, instance):
-    """DeepSpeedEngine.step outside the pipeline: a step when gradients were accumulated long enough."""
+    """Record the end of a training step of the plain engine.
+
+    A program calls DeepSpeedEngine.step() after every micro-batch; only the call at a gradient accumulation
+    boundary updates the weights. That is asked first, because step() moves on to the next micro-batch.
+    """
     recorder = telemetry.recorder
-    boundary = recorder is not None and instance.is_gradient_accumulation_boundary()
+    ends_step = recorder is not None and instance.is_gradient_accumulation_boundary()
     result = call()
-    if recorder is not None and boundary:
+    if recorder is not None and ends_step:
         recorder.step_done("engine")
     return result
 
 
 @by_name
 def _learn_grid(call, instance):
+    """Report the sizes of DeepSpeed's grid to the telemetry, which names process groups by them."""
     call()
-    pipeline, tensor = instance.pipe_parallel_size, instance.model_parallel_size
-    telemetry.learn_sizes(Sizes(pipeline=pipeline, tensor=tensor, data=instance.data_parallel_size))
+    sizes = Sizes(
+        pipeline=instance.pipe_parallel_size,
+        tensor=instance.model_parallel_size,
+        data=instance.data_parallel_size,
+    )
+    telemetry.learn_sizes(sizes)
 
 
 def _stage(engine: Any) -> Stage:
@@ -78,15 +88,22 @@ def _stage(engine: Any) -> Stage:
 @with_session
 @by_name
 def _exec_schedule(current, call, instance, pipe_schedule):
-    """Of training."""
+    """Let the number of micro-batches in flight adapt to measured times, before a training step begins.
+
+    Only steps that edges.py schedules can change that number: training with DeepSpeed's own schedule class,
+    and a plan that does not list every pass (--holmes-passes).
+    """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    network_api = network_api_of(backend_of()) if registry().is_on(EDGES.name) else ""
-    if network_api and type(pipe_schedule) is TrainSchedule and not unsupported(instance):
-        sizes = grid_sizes(current, instance.grid)
-        # else it has no number in flight to change
-        if not current.plan_for(sizes).traffic_of(network_api).passes:
-            begin_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))
+    if not registry().is_on(EDGES.name):
+        return call()
+    network_api = network_api_of(backend_of())
+    if not network_api or type(pipe_schedule) is not TrainSchedule or unsupported(instance):
+        return call()
+    sizes = grid_sizes(current, instance.grid)
+    lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).passes)
+    if not lists_passes:
+        begin_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))
     return call()
 
 

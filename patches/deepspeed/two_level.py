@@ -37,42 +37,67 @@ from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
 
-#: Methods that tell what the all-reduces inside them are of: a bucket of gradients, tied gradients.
-_averaging, _reducing_tied = Running(), Running()
-#: group -> how it reduces; group -> its two-level all-reduce.
-_ways, _made = weakref.WeakKeyDictionary[Any, Any](), weakref.WeakKeyDictionary[Any, Any]()
+#: Not empty while DeepSpeed averages a bucket of gradients: an all-reduce is then one of gradients.
+_averaging = Running()
+#: Not empty while DeepSpeed reduces tied gradients: an all-reduce is then one of those.
+_reducing_tied = Running()
+#: Process group -> the reduction that is planned for it (plan.traffic.Reduction).
+_ways: weakref.WeakKeyDictionary[Any, Reduction] = weakref.WeakKeyDictionary()
+#: Process group -> its two-level all-reduce.
+_made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @by_name
 def _all_reduce(call, instance, tensor, op, group, async_op):
-    """deepspeed.comm.all_reduce: in two levels for gradients of a group where that is faster."""
+    """Sum a bucket of gradients in two levels, inside each cluster and then between clusters.
+
+    DeepSpeed averages gradients with deepspeed.comm.all_reduce, over the whole group at once. All other
+    all-reduces, those that are no blocking sum, and buckets for which the plan has torch's all-reduce are
+    left to DeepSpeed.
+
+    Raises:
+        HolmesError: the all-reduce failed; the error names the bucket, the ranks and their network.
+    """
     if not _averaging.instances or session.active() is None:
         return call()
     import torch.distributed as dist
 
     is_sum = getattr(op, "name", "") == "SUM"  # of DeepSpeed's ReduceOp or torch's
-    plain = is_sum and not async_op and not call.unknown()
+    if not is_sum or async_op or call.unknown() or not tensor.is_contiguous():
+        return call()
     group = group or dist.group.WORLD
-    reduce = _two_level(group, tensor.nbytes) if plain and tensor.is_contiguous() else None
-    if reduce is None:
+    two_level_all_reduce = _two_level(group, tensor.nbytes)
+    if two_level_all_reduce is None:
         return call()
     try:
-        reduce(tensor.view(-1)).wait()
+        two_level_all_reduce(tensor.view(-1)).wait()
     except RuntimeError as error:
-        what, ranks = f"a bucket of {tensor.numel()} elements", group_ranks(group)
+        bucket = f"a bucket of {tensor.numel()} elements"
+        ranks = group_ranks(group)
         fabric = session.require().fabric_of(ranks, backend_of(group))
-        raise HolmesError(describe_failure(what, ranks, fabric, str(error))) from error
+        raise HolmesError(describe_failure(bucket, ranks, fabric, str(error))) from error
 
 
 def _two_level(group: Any, size: int) -> Any:
-    """The group's, on all ranks alike; None where the plan has torch's all-reduce for so many bytes."""
-    from holmes_ext.runtime.reduce.straddling import planned, two_level_for  # torch is there by now
+    """Return the group's two-level all-reduce, or None if the plan has torch's for this size.
+
+    The answer is the same on all ranks of the group. The first call makes the groups of the two levels, which
+    is a collective.
+
+    Args:
+        size: Bytes of the tensor.
+
+    Raises:
+        HolmesError: --holmes-compress int8, which DeepSpeed's buckets do not allow.
+    """
+    # Imported here, where torch has been loaded already.
+    from holmes_ext.runtime.reduce.straddling import planned, two_level_for
 
     if group not in _ways:
         _ways[group] = planned(group)
     reduction = _ways[group]
     two_levels = bool(reduction.clusters) and size >= reduction.two_level_from
-    # why nothing of it overlaps the backward pass of a pipeline engine, reduce.py has told
+    # reported: reduce.py has printed already why a pipeline engine's reduction is not overlapped.
     session.note_reduction(group_ranks(group), _planned_here(reduction), size, two_levels=two_levels,
                            overlap=False, reported=True)
     if not two_levels:
@@ -88,16 +113,25 @@ def _two_level(group: Any, size: int) -> Any:
 
 
 def _planned_here(reduction: Reduction) -> Reduction:
-    """Return what the plan asks of the engine in use: only a pipeline engine's reductions can overlap."""
+    """Return the planned reduction, without overlap if the engine is no pipeline engine.
+
+    The plain engine's reductions cannot overlap, whatever the plan has for a pipeline engine.
+    """
     from deepspeed.runtime.pipe import p2p
 
-    return reduction if p2p._grid is not None else replace(reduction, overlap=False)
+    has_pipeline_engine = p2p._grid is not None  # set when a pipeline engine sets up its p2p
+    if has_pipeline_engine:
+        return reduction
+    return replace(reduction, overlap=False)
 
 
 @with_session
 @by_name
 def _tell_stage_3(current, call, instance):
-    """ZeRO 3 over clusters: say once what DeepSpeed's collectives take."""
+    """Print once how long ZeRO 3 gathers weights between clusters, after DeepSpeed set ZeRO up.
+
+    ZeRO 3 keeps DeepSpeed's own collectives, which are not planned.
+    """
     result = call()
     if instance.zero_optimization_stage() == 3:
         tell(current, _stage_3(current, instance))
@@ -129,12 +163,19 @@ def _stage_3(current: session.Session, engine: Any) -> str:
 @with_session
 @by_name
 def _all_reduce_tied(current, call, instance, tensor, group):
-    """deepspeed.comm.all_reduce, of tied gradients."""
+    """Sum the gradient of a weight that two stages share, over all data-parallel ranks of both stages.
+
+    In DeepSpeed every rank all-reduces the whole gradient with one rank of the other stage, so that each of
+    them sends it to another cluster. The two-level sum over all ranks crosses once for each stage. It is
+    divided by the data-parallel size, which gives the average that DeepSpeed would compute next.
+    """
     if not _reducing_tied.instances or call.unknown():
         return call()
-    from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
+    # Imported here, where torch has been loaded already.
+    from holmes_ext.runtime.reduce.tied import tied_sum_of
 
-    sizes = grid_sizes(current, _reducing_tied.instances[-1].grid)
+    engine = _reducing_tied.instances[-1]
+    sizes = grid_sizes(current, engine.grid)
     tied_sum = tied_sum_of(group, sizes, tensor.device.type)
     if tied_sum is None or not tied_sum.takes(tensor):
         return call()

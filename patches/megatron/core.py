@@ -68,26 +68,43 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     return sizes
 
 
+def _plan_describes(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a plan can describe the grid that initialize_model_parallel's arguments give.
+
+    Some arguments exist only in some versions of megatron-core.
+    """
+    shares_world = arguments.get("rank_offset") or arguments.get("local_world_size") is not None
+    if shares_world:  # several models in one job
+        return False
+    # An encoder with stages of its own (before 0.14).
+    if any(arguments.get(f"encoder_{name}_model_parallel_size") for name in ("tensor", "pipeline")):
+        return False
+    # Tensors that are rematerialized over a further axis.
+    return arguments.get("gtp_remat_size", 1) == arguments.get("expert_gtp_remat_size", 1) == 1
+
+
 @with_session
 @by_name
 def _initialize(current, call, instance):
-    """Check first, so that nothing is half-initialized; then come megatron-core's groups and the pairs'."""
-    asked = call.arguments()
-    # Several models in one job, an encoder with stages of its own (before 0.14), or tensors rematerialized
-    # over a further axis: grids that a plan does not describe.
-    alone = not asked.get("rank_offset") and asked.get("local_world_size") is None
-    flat = asked.get("gtp_remat_size", 1) == asked.get("expert_gtp_remat_size", 1) == 1
-    encoder = any(asked.get(f"encoder_{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+    """Compare the job's sizes with the plan, then make megatron-core's groups and those of stage pairs.
+
+    megatron-core's initialize_model_parallel receives the sizes and makes all process groups. The comparison
+    comes first, so that a job which does not fit the plan ends before any group exists.
+
+    Raises:
+        HolmesError: the sizes cannot be combined, or the plan was made for others.
+    """
+    arguments = call.arguments()
     job.sizes = None
-    if alone and flat and not encoder:
+    if _plan_describes(arguments):
         try:
-            sizes = sizes_of(asked, current.plan.world_size)
+            sizes = sizes_of(arguments, current.plan.world_size)
         except HolmesError as error:
             raise told_once(error) from None
-        check_grid(current, sizes, asked["num_distributed_optimizer_instances"])
+        check_grid(current, sizes, arguments["num_distributed_optimizer_instances"])
         job.sizes = sizes
     result = call()
-    if asked["pipeline_model_parallel_size"] > 1:
+    if arguments["pipeline_model_parallel_size"] > 1:
         from megatron.core import parallel_state
 
         groups = parallel_state.get_pipeline_model_parallel_group()
@@ -101,8 +118,14 @@ _EARLIER = "call holmes_ext.enable() before init_process_group, or start with --
 
 @functools.cache
 def drop_in(enable: Callable[..., None]):
-    """holmes_ext.initialize_model_parallel, with the installed function's signature; enable (holmes_ext.job)
-    switches holmes on where nothing else did."""
+    """Return holmes_ext.initialize_model_parallel, with the signature of megatron-core's installed function.
+
+    Args:
+        enable: holmes_ext.enable, called if holmes has not been switched on yet.
+
+    Raises:
+        HolmesError: megatron-core cannot be imported.
+    """
     try:
         from megatron.core import parallel_state
     except ImportError as error:
@@ -112,7 +135,8 @@ def drop_in(enable: Callable[..., None]):
     @functools.wraps(parallel_state.initialize_model_parallel)
     def initialize_model_parallel(*args, **kwargs):
         if session.active() is None:
-            _take_over(arguments_of(parallel_state.initialize_model_parallel, args, kwargs), enable)
+            arguments = arguments_of(parallel_state.initialize_model_parallel, args, kwargs)
+            _take_over(arguments, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
     return initialize_model_parallel
@@ -235,22 +259,36 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
 @with_session
 @by_name
 def _layers_as_planned(current, call, instance):
-    """TransformerConfig.__post_init__, before which every field is as the program gave it."""
-    if not getattr(instance, "is_hybrid_model", False):
-        own_split = getattr(instance, "pipeline_model_parallel_layout", None)
-        splits = ", ".join(name for name in _OWN_SPLITS if getattr(instance, name))
-        own_split = str(own_split) if own_split is not None else splits
-        pipeline = instance.pipeline_model_parallel_size
-        virtual = instance.virtual_pipeline_model_parallel_size or 1
-        mtp_layers = getattr(instance, "mtp_num_layers", None) or 0
-        planned = current.plan.stage_layers
-        layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own_split)
-        if layout is not None and hasattr(instance, "pipeline_model_parallel_layout"):
-            instance.pipeline_model_parallel_layout = layout
-        elif layout is not None:
-            vars(instance).update(ends_of(current, planned, pipeline))
-        if planned and layout_of(planned, mtp_layers) in (layout, own_split):
-            refuse_cut_units(current.plan, instance, _last_unit_ends_with_stage())
+    """Set the plan's layers for each stage in a TransformerConfig, unless the program splits them itself.
+
+    TransformerConfig.__post_init__ checks the fields and derives others. Before it every field is as the
+    program gave it, so that the plan's layers can still be set. Hybrid models have a pattern of layers of
+    their own.
+
+    Raises:
+        HolmesError: the plan's stages or layers are not the model's, or this megatron-core cannot run them.
+    """
+    if getattr(instance, "is_hybrid_model", False):
+        return call()
+    has_layout = hasattr(instance, "pipeline_model_parallel_layout")  # from 0.13 on
+    own_layout = getattr(instance, "pipeline_model_parallel_layout", None)
+    if own_layout is not None:
+        own_split = str(own_layout)
+    else:
+        own_split = ", ".join(name for name in _OWN_SPLITS if getattr(instance, name))
+    pipeline = instance.pipeline_model_parallel_size
+    virtual = instance.virtual_pipeline_model_parallel_size or 1
+    mtp_layers = getattr(instance, "mtp_num_layers", None) or 0
+    stage_layers = current.plan.stage_layers
+
+    layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own_split)
+    if layout is not None and has_layout:
+        instance.pipeline_model_parallel_layout = layout
+    elif layout is not None:
+        vars(instance).update(ends_of(current, stage_layers, pipeline))
+    # Checked too when the program's own layout is the plan's, as Megatron-LM sets it (megatron_lm.py).
+    if stage_layers and layout_of(stage_layers, mtp_layers) in (layout, own_split):
+        refuse_cut_units(current.plan, instance, _last_unit_ends_with_stage())
     return call()
 
 

@@ -103,9 +103,21 @@ def unsupported(config: Any, given: dict[str, Any]) -> str | None:
 
 @by_name
 def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communicator):
-    """forward_backward_pipelining_without_interleaving, of training."""
+    """Run a training step with the plan's number of micro-batches in flight, its messages by the mailbox.
+
+    forward_backward_pipelining_without_interleaving runs one step of megatron-core's 1F1B schedule. `_step`
+    is set while it runs: the wrappers below, of functions that the schedule calls, then change its number of
+    warm-up passes and its messages. When the step ends, all its messages have been transferred.
+
+    Evaluation, jobs that no plan describes, and features of megatron-core that the mailbox does not support
+    keep megatron-core's blocking messages.
+
+    Raises:
+        HolmesError: the plan lists every pass, which this schedule cannot run.
+    """
     global _step
-    current, sizes = session.active(), core.job.sizes
+    current = session.active()
+    sizes = core.job.sizes
     if current is None or sizes is None or forward_only or not network_api_of(backend_of()):
         return call()
     from megatron.core import parallel_state
@@ -126,7 +138,8 @@ def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communi
         return call()
     import torch
 
-    box, wires = mailbox_of(group), wires_of(config)
+    box = mailbox_of(group)
+    wires = wires_of(config)
     device = next(chunk.parameters()).device
     box.wire_to = lambda peer: wires.get(peer, PLAIN)
     box.begin(flight, num_microbatches, torch.empty(0, device=device))
@@ -141,7 +154,11 @@ def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communi
 
 @by_name
 def _count_in_flight(call, instance):
-    """P2PCommunicator.__init__."""
+    """Give a step's P2PCommunicator a pipeline group of such a size that the schedule warms up as planned.
+
+    The schedule computes its number of warm-up passes from the size of the communicator's group. The
+    communicator itself has been constructed with the real group.
+    """
     call()
     if _step is not None:
         instance.pp_group = _Group(instance.pp_group, _step.in_flight[_step.stage])
@@ -149,7 +166,11 @@ def _count_in_flight(call, instance):
 
 @by_name
 def _announce(call, instance):
-    """get_tensor_shapes: of what the schedule sends, and has buffers for, in this step."""
+    """Announce to the mailbox the shapes of the messages of every micro-batch in this step.
+
+    The schedule calls get_tensor_shapes for the tensors that it sends and receives. The mailbox posts
+    receives for these shapes in advance, and raises if a tensor of another shape is to be sent.
+    """
     shapes = call()
     if _step is not None:
         _step.announce(shapes)
@@ -167,6 +188,15 @@ def _communicate(
     tensor_shape,
     wait_on_reqs,
 ):
+    """Transfer all messages of one P2PCommunicator._communicate through the mailbox, during a training step.
+
+    megatron-core sends and receives here, and waits for both. The mailbox's sends do not wait, and its
+    receives have been posted in advance. wait_on_reqs is among the parameters so that refuse_unknown()
+    accepts it: it has no effect, because received tensors are complete on return.
+
+    Returns:
+        The tensor from the previous stage, the tensor from the next stage, and no requests.
+    """
     step = _step
     if step is None:
         return call()
@@ -175,20 +205,26 @@ def _communicate(
         step.send("F", tensor_send_next, instance.next_rank)
     if tensor_send_prev is not None:
         step.send("B", tensor_send_prev, instance.prev_rank)
-    before = step.recv("F", tensor_shape, instance.prev_rank) if recv_prev else None
-    behind = step.recv("B", tensor_shape, instance.next_rank) if recv_next else None
-    return before, behind, None
+    from_previous = None
+    if recv_prev:
+        from_previous = step.recv("F", tensor_shape, instance.prev_rank)
+    from_next = None
+    if recv_next:
+        from_next = step.recv("B", tensor_shape, instance.next_rank)
+    return from_previous, from_next, None
 
 
-#: Whose _communicate() is under way.
+#: The P2PCommunicators whose _communicate() is running: their config says whether tensors are whole.
 _communicators = Running()
 
 
 class _Received:
-    """A request whose wait() does the rest, once; keep: what lives until then."""
+    """Request for a message whose wait() also decodes what was received, once."""
 
     def __init__(self, work: Any, finish: Finish | None, keep: Any = None):
-        self._work, self._finish, self._keep = work, finish, keep
+        self._work = work  # the framework's request, if there is one
+        self._finish = finish  # decodes the message into the schedule's tensor
+        self._keep = keep  # tensors that must live until the message has been transferred
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
         if self._work is not None:
@@ -224,27 +260,41 @@ def wires_of(config: Any) -> dict[int, Wire]:
 
 @by_name
 def _exchange(call, instance, group):
-    """_p2p_ops gives a dict of requests, each waited for when the schedule wants it; _batched_p2p_ops a list,
-    waited for in its order."""
+    """Send and receive sliced or narrowed tensors in place of those that the schedule gave.
+
+    A `Wire` says how tensors travel between two stages: each tensor rank sends its slice, or fewer bits. This
+    wraps megatron-core's functions that start the transfers: _p2p_ops returns a dict of requests, each of
+    which the schedule waits for when it needs the tensor; _batched_p2p_ops a list, waited for in order.
+
+    Returns:
+        Requests of the same form, which also decode what was received.
+    """
     from megatron.core import parallel_state
 
-    of_pipeline = group is parallel_state.get_pipeline_model_parallel_group()
-    wires = wires_of(_communicators.instances[-1].config) if of_pipeline else {}
-    given, changed = call.arguments(), {}
-    finishes, sent = {}, []
+    wires = {}
+    if group is parallel_state.get_pipeline_model_parallel_group():
+        wires = wires_of(_communicators.instances[-1].config)
+    arguments = call.arguments()
+    changed = {}  # arguments to replace, by name
+    finishes = {}  # what decodes a received message, by the name of its request
+    sent = []
     for side in ("prev", "next"):
-        wire = wires.get(given[f"{side}_pipeline_rank"])
+        wire = wires.get(arguments[f"{side}_pipeline_rank"])
+        if wire is None:
+            continue
         send, recv = f"tensor_send_{side}", f"tensor_recv_{side}"
-        if wire is not None and given[send] is not None:
-            changed[send] = wire.outgoing(given[send])
-            sent.append(changed[send])
-        if wire is not None and given[recv] is not None:
-            changed[recv], finishes[f"recv_{side}"] = wire.incoming(given[recv])
+        if arguments[send] is not None:
+            encoded = wire.outgoing(arguments[send])
+            changed[send] = encoded
+            sent.append(encoded)
+        if arguments[recv] is not None:
+            changed[recv], finishes[f"recv_{side}"] = wire.incoming(arguments[recv])
     requests = call(**changed)
     if isinstance(requests, dict):
-        return {name: _Received(work, finishes.get(name), sent) for name, work in requests.items()}
-    return [*requests, *(_Received(None, finish) for finish in finishes.values()),
-            _Received(None, None, sent)]
+        return {name: _Received(work, finishes.get(name), keep=sent) for name, work in requests.items()}
+    # In order: when the schedule comes to the decoding requests, the framework's are complete.
+    decoding = [_Received(None, finish) for finish in finishes.values()]
+    return [*requests, *decoding, _Received(None, None, keep=sent)]
 
 
 PATCHES = (

@@ -31,19 +31,37 @@ _load = cache(load_order)
 
 @by_name
 def _layer_numbered(call, instance):
-    """BaseMoELayer.set_layer_number, the last thing that a transformer layer does to its experts."""
+    """Place the experts of a MoE layer as planned, once its number is known.
+
+    BaseMoELayer.set_layer_number is the last step in which a transformer layer constructs its experts. The
+    file of --holmes-experts has an order for each layer number. A layer whose number is set again is not
+    placed a second time.
+    """
     call()
     current = session.active()
-    if current is not None and not hasattr(instance, "holmes_placed"):
-        path = current.options.experts
-        if (order := _load(path).of(instance.layer_number)) is not None:
-            place(instance, order, _load(path), path)
-            instance.holmes_placed = True
+    if current is None or hasattr(instance, "holmes_placed"):
+        return
+    path = current.options.experts
+    placement = _load(path)
+    order = placement.of(instance.layer_number)
+    if order is not None:
+        place(instance, order, placement, path)
+        instance.holmes_placed = True
 
 
 def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> None:
-    """Give the slots of a MoELayer the weights of the experts in `order`. Collective over its expert-parallel
-    group; HolmesError on all of its ranks where the order does not fit."""
+    """Move the weights of a MoE layer's experts to the slots that `order` gives them.
+
+    This is a collective over the layer's expert-parallel group.
+
+    Args:
+        order: The expert of each slot, counted over all ranks of the group.
+        given: The whole placement, for how many ranks it was made.
+        path: Its file, for messages.
+
+    Raises:
+        HolmesError: the order does not fit the layer; raised on all ranks of the group.
+    """
     import torch
     import torch.distributed as dist
 

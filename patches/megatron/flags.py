@@ -14,8 +14,12 @@ from holmes_ext.words import nearest
 
 
 def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParser:
-    """A group with what was given as defaults, and the plan's digest and nodes as arguments, for checkpoints.
-    A bare "%" in both programs' help texts, on which argparse ends --help with a traceback, is escaped."""
+    """Add the --holmes flags to a parser, and the plan's digest and nodes as arguments without flags.
+
+    The flags were stripped from sys.argv before, therefore their values become the defaults. Checkpoints
+    record all arguments. The help texts of both programs have a bare "%", with which argparse ends --help in
+    a traceback: it is escaped.
+    """
     group = parser.add_argument_group("holmes", "one job over several clusters with different NICs")
     group.add_argument(PREFIX, action="store_true", default=True, help="switch holmes on")
     for name in NAMES:
@@ -33,7 +37,11 @@ def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParse
 @with_session
 @by_name
 def _teach_megatron_lm(current, call, instance):
-    """add_megatron_arguments."""
+    """Add the --holmes flags, and the plan's layers, to the parser that Megatron-LM fills.
+
+    pretrain() of its main branch takes no extra_args_provider. Therefore the flags are added after
+    add_megatron_arguments, through which all versions build their parser.
+    """
     parser = call()
     add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
     return parser
@@ -42,7 +50,10 @@ def _teach_megatron_lm(current, call, instance):
 @with_session
 @by_name
 def _teach_megatron_deepspeed(current, call, instance, extra_args_provider):
-    """parse_args with a holmes group added through its own extra_args_provider."""
+    """Parse Megatron-DeepSpeed's arguments with a group of --holmes flags.
+
+    Its parse_args calls extra_args_provider with the parser. The program's own provider is called first.
+    """
 
     def provider(parser, *args, **kwargs):
         extended = parser
@@ -54,8 +65,9 @@ def _teach_megatron_deepspeed(current, call, instance, extra_args_provider):
 
 
 def tell_near_misses(parser):
-    """A misspelt flag's near miss in the parser's own usage error."""
-    usage_error, flags = parser.error, [PREFIX, *map(flag, NAMES)]
+    """Make the parser's usage error name the --holmes flag that a misspelt flag resembles."""
+    usage_error = parser.error
+    flags = [PREFIX, *map(flag, NAMES)]
 
     def error(message):
         named = [item.partition("=")[0] for item in message.split() if item.startswith("--")]

@@ -27,15 +27,20 @@ from holmes_ext.runtime.outer.settings import OuterSettings
 _OWNER = "megatron-core"
 
 
-#: Of the model whose optimizer was made last.
+#: The chunks of the model whose optimizer was constructed last.
 _chunks: list[Any] = []
-#: Real steps under way: inner step, then _copy_main_params_to_model_params().
+#: Not empty while MixedPrecisionOptimizer takes a step that no overflow prevents. Inside it, the inner step
+#: comes first, then _copy_main_params_to_model_params().
 _mixed_steps = Running()
 
 
 @by_name
 def _remember(call, instance, model_chunks):
-    """get_megatron_optimizer(config, model_chunks, ...)."""
+    """Remember the model's chunks when get_megatron_optimizer constructs their optimizer.
+
+    They have the names and the order of the weights that joined jobs exchange. The registration comes before
+    the torch optimizer inside, whose steps are not counted on their own.
+    """
     training.reserve(_OWNER)
     _chunks[:] = model_chunks
     return call()
@@ -43,13 +48,22 @@ def _remember(call, instance, model_chunks):
 
 @by_name
 def _step(call, instance):
-    """Of any optimizer; the outermost comes first."""
+    """Join the outer training before the first step of megatron-core's optimizer.
+
+    The step() of every optimizer class is wrapped. An optimizer that contains others is called before those,
+    so that the adapter is made for the outermost one.
+    """
     training.claim(_OWNER, lambda: _adapter(instance))
     return call()
 
 
 @by_name
 def _before_copy(call, instance):
+    """Run the outer step after the inner step, before main weights are copied to the model's weights.
+
+    _copy_main_params_to_model_params is called elsewhere too, as after loading a checkpoint: only the call
+    inside a step counts.
+    """
     if _mixed_steps.instances:
         _stepped()
     return call()
@@ -57,18 +71,26 @@ def _before_copy(call, instance):
 
 @by_name
 def _fp32_step(call, instance):
-    done = call()
+    """Run the outer step after a step of FP32Optimizer, whose main weights are the model's own."""
+    result = call()
     _stepped()
-    return done
+    return result
 
 
 def _stepped() -> None:
-    """With the samples that this rank has read, where megatron-core's calculator knows them."""
-    from megatron.core import num_microbatches_calculator as calculator
+    """Count a step, weighted by the samples that this rank has read, or by 1 if that number is not known.
 
-    if training.owner() == _OWNER:
-        known = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-        training.stepped(float(known.get() * known.micro_batch_size) if known is not None else 1.0)
+    It is known if the program uses megatron-core's calculator of micro-batches.
+    """
+    from megatron.core import num_microbatches_calculator
+
+    if training.owner() != _OWNER:
+        return
+    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    samples = 1.0
+    if calculator is not None:
+        samples = float(calculator.get() * calculator.micro_batch_size)
+    training.stepped(samples)
 
 
 def _adapter(optimizer: Any) -> training.FrameworkAdapter:
@@ -141,7 +163,12 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
 
 @by_name
 def _enlarge(call, instance, build_train_valid_test_datasets_provider):
-    """build_train_valid_test_datasets: the provider is called with the numbers of samples."""
+    """Build data sets that are large enough for all joined jobs together.
+
+    build_train_valid_test_datasets calls the program's provider with the numbers of samples that this job
+    needs. Here they are multiplied by the number of jobs, so that all jobs build the same index of samples.
+    Each job then reads its part of the index (_share_out).
+    """
     _, parts = training.part()
     if parts == 1:
         return call()
@@ -155,6 +182,10 @@ def _enlarge(call, instance, build_train_valid_test_datasets_provider):
 
 @by_name
 def _share_out(call, instance, dataset):
+    """Construct the data loader for this job's part of the data set.
+
+    build_pretraining_data_loader then samples only every K-th sample, with K joined jobs.
+    """
     return call(dataset=part_of(dataset))
 
 

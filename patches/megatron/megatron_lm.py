@@ -3,6 +3,8 @@ on the command line, and in checkpoints: what does not fit is one line."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
@@ -24,6 +26,11 @@ _OWN_SPLITS = (
 @with_session
 @by_name
 def _validate(current, call, instance, args):
+    """Set the plan's layers and overlap in Megatron-LM's arguments, before they are validated.
+
+    validate_args checks the arguments and derives others from them. The plan's values thus have the same
+    effect as on the command line.
+    """
     _set_layout(current, args)
     _set_overlap(current, args)
     return call()
@@ -79,12 +86,17 @@ def _compare_plans(current, call, instance, checkpoint_args):
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
     digest = getattr(checkpoint_args, "holmes_plan_digest", None)
     if digest not in (None, current.plan.digest):
-        splits = getattr(checkpoint_args, "holmes_stage_layers", ()), current.plan.stage_layers
-        there, here = ("+".join(map(str, split)) or "megatron's own" for split in splits)
-        plans = f"{digest[:8]}, layers for each stage: {there}; here {current.plan.digest[:8]}, {here}"
+        saved_layers = _describe_layers(getattr(checkpoint_args, "holmes_stage_layers", ()))
+        own_layers = _describe_layers(current.plan.stage_layers)
+        plans = (f"{digest[:8]}, layers for each stage: {saved_layers}; "
+                 f"here {current.plan.digest[:8]}, {own_layers}")
         tell(current,
              f"the checkpoint was saved under another plan ({plans}); it loads where the layers match")
     return result
+
+
+def _describe_layers(stage_layers: Iterable[int]) -> str:
+    return "+".join(map(str, stage_layers)) or "megatron's own"
 
 
 #: What dist_checkpointing/strategies/torch.py says of tensors that the checkpoint has not, or not so.
@@ -94,10 +106,16 @@ _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 @with_session
 @by_name
 def _load(current, call, instance):
+    """Load a checkpoint; if it is another model's, end the job with one line instead of many tracebacks.
+
+    Raises:
+        HolmesError: tensors of the checkpoint are missing or have other shapes.
+    """
     try:
         return call()
     except BaseException as error:
-        # megatron's, or torch's CheckpointException (no Exception) with all ranks' errors
+        # Either megatron's error or torch's CheckpointException, which has the errors of all ranks and is no
+        # Exception.
         lines = [line.strip() for line in str(error).splitlines()
                  if any(words in line for words in _OTHER_MODEL)]
         if not lines:

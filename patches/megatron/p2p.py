@@ -29,19 +29,20 @@ _ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"),
 
 @dataclass
 class _Pairs:
-    """by_peer: neighbour's rank -> the pair's group; twin: see the module's text."""
+    """This rank's process groups for messages to neighbouring stages, in one pipeline group."""
 
-    by_peer: dict[int, Any] = field(default_factory=dict)
-    twin: Any = None
+    by_peer: dict[int, Any] = field(default_factory=dict)  # the neighbour's rank -> the pair's group
+    twin: Any = None  # with two stages: a second group of the same ranks, for unbatched p2p
 
 
-#: Of each pipeline group.
+#: Pipeline group -> this rank's groups for its neighbours.
 _made: weakref.WeakKeyDictionary[Any, _Pairs] = weakref.WeakKeyDictionary()
+#: Pipeline group -> its mailbox.
 _boxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
 
 
 def mailbox_of(group: Any) -> Mailbox:
-    """Of a pipeline group, whose ranks all come here; pairs in the same order everywhere."""
+    """Return the mailbox of a pipeline group; the first call makes it, a collective over the group."""
     if group not in _boxes:
         ranks = group_ranks(group)
         stages = {rank: stage for stage, rank in enumerate(ranks)}
@@ -50,7 +51,7 @@ def mailbox_of(group: Any) -> Mailbox:
 
 
 def pairs_of(group) -> _Pairs:
-    """This rank's in a pipeline group. Made on the first call, which all of the group's ranks must reach."""
+    """Return this rank's groups for its neighbours. The first call, by all ranks of the group, makes them."""
     current = session.active()
     if group not in _made:
         _made[group] = _make(current, group) if current is not None else _Pairs()
@@ -69,7 +70,7 @@ def _make(current: session.Session, group) -> _Pairs:
 
 
 def _interleaved() -> bool:
-    """Whether stages have several chunks: then the schedule is not the one that edges.py carries."""
+    """Return whether stages have several chunks of layers, which edges.py's schedule does not support."""
     from megatron.core import parallel_state
 
     return (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1
@@ -77,17 +78,28 @@ def _interleaved() -> bool:
 
 @by_name
 def _batched(call, instance, group, prev_pipeline_rank, next_pipeline_rank):
-    """One batch for each neighbour that has a group of its own: a batch has one communicator."""
+    """Exchange tensors with the previous and the next stage in two batches, each over the pair's own group.
+
+    megatron-core's _batched_p2p_ops starts the messages to both neighbours as one batch over the pipeline
+    group. A batch has a single communicator, therefore two groups need two batches.
+
+    Ranks at even positions in the pipeline start with the next stage, the others with the previous one. Thus
+    both ends of a pair start the same batch, also in a ring.
+
+    Returns:
+        The requests of both batches.
+    """
     by_peer = pairs_of(group).by_peer
     if not by_peer:
         return call()
-    requests = []
     peers = {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
-    # even ranks start with their next, odd ones with their previous: each pair at once, also in a ring
-    sides = ("prev", "next") if group.rank() % 2 else ("next", "prev")
-    for side, other in (sides, sides[::-1]):
-        tensors_of_other = {f"tensor_send_{other}": None, f"tensor_recv_{other}": None}
-        requests += call(**tensors_of_other, group=by_peer.get(peers[side], group))
+    is_odd = group.rank() % 2 == 1
+    sides = ("prev", "next") if is_odd else ("next", "prev")
+    requests = []
+    for side in sides:
+        other_side = "prev" if side == "next" else "next"
+        without_other_side = {f"tensor_send_{other_side}": None, f"tensor_recv_{other_side}": None}
+        requests += call(**without_other_side, group=by_peer.get(peers[side], group))
     return requests
 
 
@@ -103,7 +115,17 @@ def _unbatched(
     prev_pipeline_rank,
     next_pipeline_rank,
 ):
-    """The framework's operations in its order, each over the pair's group."""
+    """Start each send and receive over the group of its pair of stages.
+
+    megatron-core's _p2p_ops starts the same operations, in the same order, over the pipeline group. The order
+    depends on whether the position in the pipeline is even or odd, so that sends meet their receives.
+
+    With two stages the pipeline group is the pair's, and messages from even and from odd positions need
+    different groups: those from odd ones go over the twin of the pipeline group.
+
+    Returns:
+        The requests, by names like "send_next".
+    """
     pairs = pairs_of(group)
     if not pairs.by_peer and pairs.twin is None:
         return call()
@@ -117,17 +139,23 @@ def _unbatched(
         "recv_next": tensor_recv_next,
     }
     peers = {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
+    functions = {"send": dist.isend, "recv": dist.irecv}
+    parity = group.rank() % 2
+    is_odd = parity == 1
 
-    odd, requests = group.rank() % 2, {}
-    start = {"send": dist.isend, "recv": dist.irecv}
-    for name in _ORDER[odd]:
-        direction, side = name.split("_")
-        tensor, peer = tensors[name], peers[side]
+    requests = {}
+    for name in _ORDER[parity]:
+        tensor = tensors[name]
         if tensor is None:
             continue
-        from_odd = odd == (direction == "send")  # with two stages each direction has its group
-        over = pairs.by_peer.get(peer, pairs.twin if pairs.twin is not None and from_odd else group)
-        requests[name] = start[direction](tensor, peer, group=over)
+        direction, side = name.split("_")
+        sender_is_odd = is_odd == (direction == "send")  # neighbours have different parities
+        if pairs.twin is not None and sender_is_odd:
+            default_group = pairs.twin
+        else:
+            default_group = group
+        message_group = pairs.by_peer.get(peers[side], default_group)
+        requests[name] = functions[direction](tensor, peers[side], group=message_group)
     return requests
 
 

@@ -62,7 +62,18 @@ def gradient_bytes(model: Any) -> dict[str | int, float]:
 @with_session
 @by_name
 def _schedule(current, call, instance, model, num_microbatches, seq_length, micro_batch_size, forward_only):
-    """A forward_backward function: the last step ends and the next one begins."""
+    """Measure a training step, from the start of its schedule to the start of the next one.
+
+    megatron-core's forward_backward functions run the passes of one step; the program then calls the
+    optimizer by itself. Therefore a step stays open when its schedule returns, as a span named "optimizer",
+    and ends when the next schedule begins. After the last measured step the profile is written.
+
+    The schedule calls config.finalize_model_grads_func to reduce gradients: while it runs, that is a function
+    which measures the reduction.
+
+    Raises:
+        HolmesError: the schedule is interleaved, which the profile does not describe.
+    """
     if state.done or forward_only:
         return call()
     from megatron.core.utils import get_model_config
@@ -77,7 +88,8 @@ def _schedule(current, call, instance, model, num_microbatches, seq_length, micr
         state.profiler.watch(layers_of(model))
     else:
         state.open.close()
-    prof, config = state.profiler, get_model_config(model)
+    prof = state.profiler
+    config = get_model_config(model)
     if prof.finished:
         state.profiler, state.done = None, True
         prof.release()
@@ -86,11 +98,12 @@ def _schedule(current, call, instance, model, num_microbatches, seq_length, micr
     state.open.enter_context(prof.step())
     finalize = config.finalize_model_grads_func
 
-    def timed(*more, **named):
+    def timed_finalize(*args, **kwargs):
         with prof.span("reduce"):
-            return finalize(*more, **named)
+            return finalize(*args, **kwargs)
 
-    config.finalize_model_grads_func = timed if finalize is not None else None
+    if finalize is not None:
+        config.finalize_model_grads_func = timed_finalize
     try:
         result = call()
     finally:
@@ -102,7 +115,11 @@ def _schedule(current, call, instance, model, num_microbatches, seq_length, micr
 def _publish(
     current: session.Session, model: Any, config: Any, prof: Profiler, micro_batches: int, tokens: int
 ) -> None:
-    """Write the profile. tokens: of a micro-batch."""
+    """Write the profile of all stages; a collective over all ranks.
+
+    Args:
+        tokens: Tokens of one micro-batch, before context parallelism divides them.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -128,6 +145,7 @@ def _publish(
 
 
 def _during(kind: str):
+    """Return a wrapper that measures its function as a span of this kind, while a profile is measured."""
     return inside(lambda: state.profiler.span(kind) if state.profiler is not None else nullcontext())
 
 

@@ -24,14 +24,18 @@ from holmes_ext.runtime.start.restart import saved
 
 @by_name
 def _learn_sizes(call, instance):
+    """Report the job's sizes to the telemetry, which names process groups by them.
+
+    core.py's wrapper of initialize_model_parallel has read them when the call returns.
+    """
     result = call()
-    telemetry.learn_sizes(core.job.sizes)  # core.py has read them by now
+    telemetry.learn_sizes(core.job.sizes)
     return result
 
 
 @contextmanager
 def _forward():
-    """One micro-batch; the first one begins a step."""
+    """Record the forward pass of one micro-batch as a span, and the first one as the start of a step."""
     recorder = telemetry.recorder
     if recorder is not None and not recorder.armed:
         recorder.step_begins(exactly=False)
@@ -39,12 +43,13 @@ def _forward():
         yield
 
 
-#: A chained optimizer calls others, whose ends are not steps.
+#: Optimizers whose step() is running. A chained optimizer steps others, whose ends are no ends of a step.
 _optimizers = Running()
 
 
 @by_name
 def _optimizer_step(call, instance):
+    """Record the outermost optimizer's step as a span, and its end as the end of the training step."""
     recorder = telemetry.recorder
     if recorder is None or _optimizers.instances:
         return call()
@@ -69,29 +74,41 @@ def _stage(model: Any, micro_batches: int) -> Stage:
 @with_session
 @by_name
 def _schedule(current, call, instance, model, num_microbatches, forward_only):
-    """forward_backward_pipelining_without_interleaving, of training."""
-    if core.job.sizes is not None and not forward_only:
-        from megatron.core import parallel_state
-        from megatron.core.utils import get_model_config
+    """Let the number of micro-batches in flight adapt to measured times, before a training step begins.
 
-        chunk = model[0] if isinstance(model, list) else model
-        group = parallel_state.get_pipeline_model_parallel_group()
-        network_api = "" if isinstance(group, list) else network_api_of(backend_of(group))
-        adapts = network_api and registry().is_on(EDGES.name)
-        if adapts and not unsupported(get_model_config(chunk), call.arguments()):
-            begin_step(
-                current,
-                core.job.sizes,
-                num_microbatches,
-                network_api,
-                lambda: _stage(chunk, num_microbatches),
-            )
+    Only steps that edges.py runs can change that number: those of the 1F1B schedule, if the mailbox supports
+    the configuration.
+    """
+    if core.job.sizes is None or forward_only:
+        return call()
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if isinstance(group, list):  # a rank with several pipelines
+        return call()
+    network_api = network_api_of(backend_of(group))
+    if not network_api or not registry().is_on(EDGES.name):
+        return call()
+    chunk = model[0] if isinstance(model, list) else model
+    if unsupported(get_model_config(chunk), call.arguments()):
+        return call()
+    begin_step(
+        current,
+        core.job.sizes,
+        num_microbatches,
+        network_api,
+        lambda: _stage(chunk, num_microbatches),
+    )
     return call()
 
 
 @by_name
 def _save(call, instance):
-    """dist_checkpointing.save: one that is written in the background is whole when it is finalized."""
+    """Note that a checkpoint is complete, when dist_checkpointing.save or its background writing ends.
+
+    An asynchronous save returns a request, which the program finalizes once the files are written.
+    """
     request = call()
     if request is None:
         saved()

@@ -53,16 +53,22 @@ def _groups(ddp: Any) -> Iterator[Any]:
 
 @by_name
 def _gather_after_step(call, instance):
-    """step_with_ready_grads, which leaves the gather to the forward pass where it is overlapped."""
-    done = call()
-    if getattr(instance.ddp_config, "gather_by_plan", False):
-        # experts have another optimizer
-        bucket_ids = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}
-        for chunk in instance.model_chunks:
-            for group in reversed(list(_groups(chunk))):
-                if id(group.buckets[0]) in bucket_ids and not group.param_gather_dispatched:
-                    group.start_param_sync()
-    return done
+    """Start the gathers of all weights right after the distributed optimizer's step.
+
+    With overlap_param_gather, step_with_ready_grads leaves the gathers to the next forward pass. A program
+    that does not know of it could read old weights until then. Groups of buckets are started in reverse: the
+    buckets are in the order of the backward pass, and the forward pass needs the last ones first.
+    """
+    result = call()
+    if not getattr(instance.ddp_config, "gather_by_plan", False):
+        return result
+    # Only this optimizer's buckets: experts have another optimizer, which steps later.
+    bucket_ids = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}
+    for chunk in instance.model_chunks:
+        for group in reversed(list(_groups(chunk))):
+            if id(group.buckets[0]) in bucket_ids and not group.param_gather_dispatched:
+                group.start_param_sync()
+    return result
 
 
 PATCHES = (

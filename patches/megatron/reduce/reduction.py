@@ -24,19 +24,23 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
 
-#: Elements of a bucket of the DistributedDataParallel being built.
+#: Elements of a bucket of the DistributedDataParallel that is being constructed; None: megatron-core's.
 _bucket: ContextVar[int | None] = ContextVar("planned bucket", default=None)
 #: True once megatron_lm.py has found that no checkpoint depends on the distributed optimizer's buckets.
 checkpoints_allow_buckets = False
 
 
 def may_bucket_optimizer(current: session.Session) -> bool:
-    """Whether the distributed optimizer's buckets may be the plan's."""
+    """Return whether the plan may change the distributed optimizer's buckets."""
     return checkpoints_allow_buckets or current.options.overlap == "on"
 
 
 def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
-    """Once in a job, with the ways out of it."""
+    """Print once that the distributed optimizer's buckets are not changed, and what the user can do.
+
+    Args:
+        way: A further way out, followed by ", or ".
+    """
     tell(current, "the distributed optimizer's buckets stay as they are, since checkpoints may depend on "
          f"them; {way}--holmes-overlap on from the first checkpoint lets them, and weights, travel while the "
          "job computes", once="distributed optimizer's buckets")
@@ -45,12 +49,20 @@ def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
 @with_session
 @by_name
 def _reduce_as_planned(current, call, instance):
-    """DistributedDataParallel.__init__ with overlap and buckets for the fabric of this stage's group."""
-    if (sizes := job.sizes or current.plan.sizes) is None:
+    """Construct a DistributedDataParallel with overlap and buckets that suit the network of this stage.
+
+    megatron-core overlaps the reduction with the backward pass, and cuts it into buckets, on the first stage
+    only. Its constructor reads both from `ddp_config`, which is changed here if the plan has this stage
+    overlap. While it runs, `_bucket` carries the bucket size to the wrappers below.
+    """
+    sizes = job.sizes or current.plan.sizes
+    if sizes is None:
         return call()
     given = call.arguments()
-    ddp_config, group = given["ddp_config"], _reduction_group(given)
-    ranks, backend = group_ranks(group), backend_of(group)
+    ddp_config = given["ddp_config"]
+    group = _reduction_group(given)
+    ranks = group_ranks(group)
+    backend = backend_of(group)
     stage = current.stages(sizes, backend)[sizes.stage(current.rank)]
     if not stage.overlap or current.fabric_of(ranks, backend) is None:  # nothing to wait for, or in one node
         return call()
@@ -60,10 +72,11 @@ def _reduce_as_planned(current, call, instance):
         session.note_reduction(ranks, stage, 0, two_levels=False, overlap=overlap, reported=True)
         return call()
     count = sum(param.numel() for param in given["module"].parameters() if param.requires_grad)
-    elements = max(1, current.reduction(ranks, backend, 4 * count).bucket_bytes // 4)
-    default = max(40_000_000, 1_000_000 * len(ranks))
+    gradient_bytes = 4 * count  # in float32
+    elements = max(1, current.reduction(ranks, backend, gradient_bytes).bucket_bytes // 4)
+    default = max(40_000_000, 1_000_000 * len(ranks))  # megatron-core's bucket size, in elements
     # In place, as megatron-core itself does it: all chunks of a model must have equal configurations.
-    if ddp_config.bucket_size in (None, default):
+    if ddp_config.bucket_size in (None, default):  # else the program's own bucket size wins
         ddp_config.bucket_size = min(elements, default)
         ddp_config.buckets_by_plan = True
     if not ddp_config.overlap_grad_reduce:
@@ -71,23 +84,25 @@ def _reduce_as_planned(current, call, instance):
     if getattr(ddp_config, "overlap_by_plan", False):
         _no_sync_between_micro_batches(given["config"], instance)
     gather = megatron_gather.turn_on(ddp_config)
-    chosen = None if given["disable_bucketing"] else ddp_config.bucket_size
-    token = _bucket.set(chosen)
+    bucket_size = None if given["disable_bucketing"] else ddp_config.bucket_size
+    takes_layout = "full_param_layout" in given and ddp_config.use_distributed_optimizer  # from 0.18 on
+    token = _bucket.set(bucket_size)
     try:
-        if chosen is not None and "full_param_layout" in given and ddp_config.use_distributed_optimizer:
-            result = call(full_param_layout=_distributed_layout(given, chosen))
+        if takes_layout and bucket_size is not None:
+            result = call(full_param_layout=_distributed_layout(given, bucket_size))
         else:
             result = call()
     finally:
         _bucket.reset(token)
     if gather:
         megatron_gather.prepare(instance)
-    session.note_reduction(ranks, stage, 4 * count, two_levels=False, overlap=ddp_config.overlap_grad_reduce)
+    overlap = ddp_config.overlap_grad_reduce
+    session.note_reduction(ranks, stage, gradient_bytes, two_levels=False, overlap=overlap)
     return result
 
 
 def _reduction_group(given: Mapping[str, Any]) -> Any:
-    """Among whose ranks this DistributedDataParallel reduces."""
+    """Return the group over which a DistributedDataParallel with these arguments reduces gradients."""
     from megatron.core import parallel_state
 
     pgs = given.get("pg_collection") or given.get("grad_comm_pgs")
@@ -95,7 +110,10 @@ def _reduction_group(given: Mapping[str, Any]) -> Any:
 
 
 def _no_sync_between_micro_batches(config, ddp) -> None:
-    """What schedules need of an overlap that the program did not ask for: when not to reduce."""
+    """Let megatron-core's schedules suppress the reduction in all micro-batches but the last.
+
+    A program that overlaps by itself sets no_sync_func of the config; for one that does not, it is set here.
+    """
     if config.virtual_pipeline_model_parallel_size:
         config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
     elif config.no_sync_func is None:
@@ -103,7 +121,11 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
 
 
 def _distributed_layout(given: Mapping[str, Any], elements: int):
-    """From 0.18 on its optimizer's buckets are laid out beforehand, in one piece on later stages."""
+    """Return the layout of the distributed optimizer's buckets with this number of elements in each.
+
+    From 0.18 on megatron-core computes the layout before it constructs the buffers, on later stages with a
+    single bucket.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -128,13 +150,19 @@ def _bucket_as_planned(
     params_with_names=(),
     param_layout=None,
 ):
-    """_ParamAndGradBuffer.__init__, which is told no bucket size on every stage but the first."""
-    if (elements := _bucket.get()) is None:
+    """Construct a _ParamAndGradBuffer with the planned bucket size.
+
+    DistributedDataParallel passes a bucket size on the first stage only; None means a single bucket. Before
+    0.18 the distributed optimizer's buckets are cut here too. Those get the nearest size that needs no
+    padding, because checkpoints of these versions are wrong with padded buckets.
+    """
+    elements = _bucket.get()
+    if elements is None:
         return call()
     if bucket_size is not None and not getattr(ddp_config, "buckets_by_plan", False):
-        return call()
+        return call()  # the program's own bucket size
     if ddp_config.use_distributed_optimizer and param_layout is None:  # before 0.18
-        params = params or [param for param, _ in params_with_names]  # 0.17
+        params = params or [param for param, _ in params_with_names]  # the parameter's name in 0.17
         ranks = data_parallel_group.size()
         elements = megatron_buckets.of_buffer(params, ranks, ddp_config, elements)
     return call(bucket_size=elements)
@@ -142,11 +170,16 @@ def _bucket_as_planned(
 
 @by_name
 def _lay_out_unpadded(call, instance, params, bucket_size, data_parallel_world_size, ddp_config):
-    """DistributedOptimizer._compute_per_buffer_param_layout."""
-    if (elements := _bucket.get()) is None:
+    """Lay out the distributed optimizer's buckets with the size nearest to the plan's that needs no padding.
+
+    DistributedOptimizer._compute_per_buffer_param_layout pads buckets. Before 0.20, fully reshardable
+    checkpoints with padded buckets are wrong.
+    """
+    elements = _bucket.get()
+    if elements is None:
         return call()
-    ranks = data_parallel_world_size
-    return call(bucket_size=megatron_buckets.of_buffer(params, ranks, ddp_config, elements))
+    unpadded = megatron_buckets.of_buffer(params, data_parallel_world_size, ddp_config, elements)
+    return call(bucket_size=unpadded)
 
 
 PATCHES = (

@@ -20,9 +20,17 @@ from holmes_ext.patches.megatron.features import TIED
 def _all_reduce(
     current, call, instance, model, embd_group, pp_group, weight_getter, skip_if_none=True, config=None
 ):
-    """_allreduce_embedding_grad, of word embeddings."""
+    """Sum the gradient of the shared word embedding over all data-parallel ranks of both stages.
+
+    In megatron-core's _allreduce_embedding_grad every rank sends the whole gradient to its counterpart in the
+    other stage. The two-level sum over all ranks crosses clusters once for each stage. By then each rank has
+    the average of its stage, therefore the sum is divided by the number of ranks of one stage.
+
+    Under the distributed optimizer a rank has that average only in its own shard of the gradient. The rest is
+    set to zero, so that each element counts once, and the sum is not divided.
+    """
     chunk = _own_chunk(model, pp_group)
-    if core.job.sizes is None or not _in(embd_group) or chunk is None or call.unknown():
+    if core.job.sizes is None or not _is_pair_member(embd_group) or chunk is None or call.unknown():
         return call()
     import torch
     from megatron.core.utils import get_attr_wrapped_model
@@ -32,22 +40,29 @@ def _all_reduce(
     gradient = getattr(weight, "main_grad", None)
     if type(gradient) is not torch.Tensor:  # none, or a DTensor
         return call()
-    from holmes_ext.runtime.reduce.tied import tied_sum_of  # torch is there by now
+    # Imported here, where torch has been loaded already.
+    from holmes_ext.runtime.reduce.tied import tied_sum_of
 
     tied_sum = tied_sum_of(embd_group, core.job.sizes, gradient.device.type)
     if tied_sum is None or not tied_sum.takes(gradient):
         return call()
-    if (shard := own_shard(chunk, weight)) is not None:
-        flat, (start, stop) = gradient.view(-1), shard
+    shard = own_shard(chunk, weight)
+    if shard is None:
+        divisor = tied_sum.twins  # data-parallel ranks of one stage
+    else:
+        divisor = 1
+        start, stop = shard
+        flat = gradient.view(-1)
         flat[:start].zero_()
         flat[stop:].zero_()
-    tied_sum(gradient, tied_sum.twins if shard is None else 1)
+    tied_sum(gradient, divisor)
 
 
-def _in(group: Any) -> bool:
+def _is_pair_member(group: Any) -> bool:
+    """Return whether this rank is a member of a group of two; dist.NON_GROUP_MEMBER is no ProcessGroup."""
     import torch.distributed as dist
 
-    return isinstance(group, dist.ProcessGroup) and group.size() == 2  # NON_GROUP_MEMBER is none
+    return isinstance(group, dist.ProcessGroup) and group.size() == 2
 
 
 def _own_chunk(model: list[Any], pipeline: Any) -> Any:
