@@ -205,7 +205,7 @@ def check_bytes_sent(case: Case, stock_sent: dict, sent: dict) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("zero", some([0, 1], 1))
 def test_checkpoints_pass_between_stock_and_holmes(checkout, two_clusters, tmp_path, zero):
-    """A checkpoint of one, resumed by the other, continues with exactly the losses of an uninterrupted run."""
+    """A checkpoint of one, resumed by the other, goes on with exactly the losses of an uninterrupted run."""
 
     def run(*flags):
         return train(checkout, two_clusters, *PIPELINE, *flags, steps=6, zero=zero, env=STOCK_ORDER)[0]
@@ -220,8 +220,8 @@ def test_checkpoints_pass_between_stock_and_holmes(checkout, two_clusters, tmp_p
         assert resumed.losses == expected, (saver, loader)
 
 
-#: Keeps Megatron from padding the vocabulary: ds_to_universal drops the trained values of padded rows, so that
-#: the loss would change.
+#: Keeps Megatron from padding the vocabulary: ds_to_universal drops the trained values of padded rows, so
+#: that the loss would change.
 NO_PADDING = ("--make-vocab-size-divisible-by", "1")
 
 
@@ -342,7 +342,7 @@ def refused(checkout, two_clusters, *flags, env=None, **more):
 
 @pytest.mark.timeout(600)
 def test_flags_in_its_own_help_and_near_misses(checkout, two_clusters):
-    """--help of pretrain_gpt.py lists the flags of holmes too, and a misspelt one is refused with a proposal."""
+    """--help of pretrain_gpt.py lists the flags of holmes too; a misspelt one is refused with a proposal."""
     result = checkout.run(two_clusters, *checkout.arguments(2, *PIPELINE, *two_clusters.holmes, "--help"),
                           timeout=240)
     assert result.returncode == 0, result.outputs
@@ -375,8 +375,7 @@ def test_a_hostfile_that_does_not_match_the_clusters(checkout, two_clusters, tmp
     file.write_text(CLUSTER.read_text().replace("b[0-1]", "b0"))
     result = launched(checkout, two_clusters, "deepspeed", two_clusters.order,
                       *checkout.arguments(2, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file)))
-    messages = [
-        line for output in result.outputs.values() for line in output.splitlines() if line.startswith("holmes:")
-    ]
+    lines = [line for output in result.outputs.values() for line in output.splitlines()]
+    messages = [line for line in lines if line.startswith("holmes:")]
     assert result.returncode != 0 and len(messages) == 1, result.outputs
     assert "hostfile has 4 hosts" in messages[0] and "host 'b1' is in no cluster" in messages[0]
