@@ -1,20 +1,20 @@
 """Reduces DistributedDataParallel's buckets in two levels, if the plan does so for a group over clusters.
 
 The two levels are a comm hook, which is public in torch and replaces only the sum of a bucket. DDP's reducer
-(C++) still decides which gradients form a bucket, when it is reduced and into which .grad. So no_sync(), unused
-parameters, static_graph and gradient_as_bucket_view work as in stock.
+(C++) still decides which gradients form a bucket, when it is reduced and into which .grad. So no_sync(),
+unused parameters, static_graph and gradient_as_bucket_view work as in stock.
 
 The hook is registered at construction: a rank without inputs under join() never runs a forward pass, but must
-sum its zeros like all other ranks. A reducer takes a single hook. So if the program registers one, ours is not
-replaced but changes what it does:
+sum its zeros like all other ranks. A reducer takes a single hook. So if the program registers one, holmes's
+hook stays and changes what it does:
 
     the program registers                   a bucket is reduced by
     nothing, allreduce_hook                 two levels
     {fp16,bf16}_compress_hook (_wrapper)    two levels, in float16 or bfloat16
     any other hook                          the program's hook; a message says so
 
-With an option that excludes a hook (_stays_stock()) the reduction stays stock's, and a message says so. Inside
-one cluster, and where a single ring is faster, nothing changes.
+With an option that excludes a hook (_stays_stock()) the reduction stays stock's, and a message says so.
+Inside one cluster, and where a single ring is faster, nothing changes.
 """
 
 from __future__ import annotations
@@ -69,19 +69,20 @@ def two_level_hook(state, bucket):
 def _construct(current, call, instance):
     """Construct a DistributedDataParallel, and register the comm hook if the plan needs one.
 
-    The plan needs the hook to reduce in two levels, and (on the CPU) if it may change its reduction during the
-    job. With two levels a bucket has the plan's size, unless the program gives a size.
+    The plan needs the hook to reduce in two levels, and on the CPU for --holmes-apart, which may sum gradients
+    only inside each cluster for some time. With two levels a bucket has the plan's size, unless the program
+    gives a size itself.
     """
     given = call.given()
     planned_sum = _sums(given)
     reason_for_stock = _stays_stock(given)
     is_two_level = planned_sum is not None and planned_sum.two_level is not None
-    may_change = (
+    may_train_apart = (
         planned_sum is not None
         and planned_sum.device_type == "cpu"
         and planned_sum.apart.settings is not None
     )
-    needs_hook = (is_two_level or may_change) and not reason_for_stock
+    needs_hook = (is_two_level or may_train_apart) and not reason_for_stock
     has_bucket_size = "bucket_cap_mb" in given or "bucket_cap_mb_list" in given
 
     if needs_hook and is_two_level and not has_bucket_size:
@@ -93,8 +94,11 @@ def _construct(current, call, instance):
         _install(instance, planned_sum)
         weakref.finalize(instance, planned_sum.close).atexit = False
     elif is_two_level:
-        message = f"DistributedDataParallel reduces as torch does, on one level, because of {reason_for_stock}"
-        tell(current, message, once=True)
+        tell(
+            current,
+            f"DistributedDataParallel reduces as torch does, on one level, because of {reason_for_stock}",
+            once=True,
+        )
     elif current.options.telemetry and not reason_for_stock:
         _install(instance)  # torch's own reduction, started from Python, where telemetry sees it
 

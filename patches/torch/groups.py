@@ -122,7 +122,7 @@ def _give_split_group_its_nic(
 def _let_threads_forget(current, call, instance):
     """Wait until gloo's threads have released the tensors of the last operation, then end process groups.
 
-    To release them, a thread of gloo waits for the interpreter's lock and holds a lock of the group meanwhile.
+    To release them, a thread of gloo waits for the interpreter's lock, and holds a lock of the group.
     DistributedDataParallel ends its group with the interpreter's lock held, for which it needs the group's
     lock: without the wait both could stop for ever.
     """
