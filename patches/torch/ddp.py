@@ -69,9 +69,9 @@ def two_level_hook(state, bucket):
 def _construct(current, call, instance):
     """Construct a DistributedDataParallel, and register the comm hook if the plan needs one.
 
-    The plan needs the hook to reduce in two levels, and on the CPU for --holmes-apart, which may sum gradients
-    only inside each cluster for some time. With two levels a bucket has the plan's size, unless the program
-    gives a size itself.
+    The plan needs the hook to reduce in two levels, and on the CPU for --holmes-apart, which may sum
+    gradients inside each cluster only. With two levels a bucket has the plan's size, unless the program gives
+    a size itself.
     """
     given = call.given()
     planned_sum = _sums(given)
