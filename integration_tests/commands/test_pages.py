@@ -1,5 +1,7 @@
-"""The jobs that pages show: run in the lab as they stand there; what they print has the lines that the page
-shows."""
+"""Runs the jobs that pages of docs/ show, in the lab, and compares their output with the page's.
+
+Numbers and names differ from run to run, so lines are compared by their first words (kinds).
+"""
 
 import importlib.util
 import os
@@ -52,6 +54,7 @@ def kinds(text):
 @full
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_jobs_print_what_the_page_shows(page, tmp_path):
+    """Every kind of line that a page shows below a command is among the lines that the command prints."""
     skip_without_requirements(page)
     seen = list(generate.in_lab(page.read_text(), tmp_path))
     assert seen
@@ -62,6 +65,7 @@ def test_jobs_print_what_the_page_shows(page, tmp_path):
 
 @pytest.mark.parametrize("launcher", NEEDED_PROGRAMS)
 def test_a_page_is_skipped_without_the_programs_of_its_launcher(launcher, tmp_path, monkeypatch):
+    """The skip names the missing program's package; with all programs installed there is no skip."""
     page = tmp_path / "page.md"
     page.write_text(f"    holmes lab run --cluster c.toml --launcher {launcher} -- python train.py\n")
     monkeypatch.setattr("os.getuid", lambda: 0)

@@ -97,7 +97,7 @@ class Fault:
     gone: tuple[int, ...] = ()
     silent: tuple[str, ...] = ()  # patterns that no line may match
     within_s: float = 120.0
-    default: bool = True  # part of each landing; of the others a tenth
+    default: bool = True  # each landing runs it; if False, it is exhaustive (tests/selection.py)
 
     @property
     def grace_s(self) -> float:

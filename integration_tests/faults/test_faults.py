@@ -25,9 +25,15 @@ OVER_NCCL = ("unreachable on its fast NIC alone", "a fast NIC without link", "ca
              "cable pulled and back in time", "killed in a reduction")
 #: tiny.py switches holmes on by itself: the lab takes it for a stock job, and would take its fast NICs away.
 STARTED_LATER = {"NCCL_IB_DISABLE": "0", "NCCL_SOCKET_IFNAME": ""} if ON_GPUS else None
-CHOSEN = FAULTS if not ON_GPUS else [fault for fault in FAULTS if fault.name in OVER_NCCL]
-CASES = [pytest.param(fault, id=fault.name, marks=() if fault.default or ON_GPUS else full)
-         for fault in CHOSEN]
+
+
+def case_of(fault: Fault):
+    """Return the fault as a case of test_fault; over gloo, faults that are no default are exhaustive."""
+    is_exhaustive = not fault.default and not ON_GPUS
+    return pytest.param(fault, id=fault.name, marks=full if is_exhaustive else ())
+
+
+CASES = [case_of(fault) for fault in FAULTS if not ON_GPUS or fault.name in OVER_NCCL]
 
 
 @pytest.fixture(scope="module")

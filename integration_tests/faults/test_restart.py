@@ -28,9 +28,10 @@ SIZE = (
 HOLMES = ("--holmes", "--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2")
 TRAIN = str(Path(__file__).with_name("train.py"))
 STEPS, MORE = 5, 8
-#: How the line on a failed communication begins in table.py (torch's own calls, in tiny.py), and how it may
-#: begin in this job, where holmes sends between stages through a mailbox and reduces gradients in buckets.
+#: Beginning of the message on a failed communication in the patterns of table.py. They are written for
+#: tiny.py, which calls torch.distributed itself.
 TORCH_FAILED = "communication failed"
+#: Pattern of the same beginning in this job, in which holmes sends between stages and reduces gradients.
 ENGINE_FAILED = "(communication|pipeline edge from stage .*|the reduction of .*) failed( over fabric [^;:]*)?"
 
 
@@ -76,6 +77,7 @@ def assert_goes_on(two_clusters, save, undisturbed, log=None, here=None):
     assert assert_whole(here or save) == MORE
 
 
+#: Faults while a rank writes its checkpoint. As in table.py, each has patterns that the messages must match.
 WRITING = (
     Fault("killed while it writes its checkpoint", (r"communication failed; node b0 .rank 2. is lost",),
           ranks={"1": {"do": "kill", "when": "save"}}, gone=(1,)),
@@ -85,12 +87,16 @@ WRITING = (
     Fault("stopped while it writes its checkpoint", (r"communication failed: .*[Tt]imed out",),
           ranks={"1": {"do": "stop", "when": "save"}}, gone=(1,), default=False),
 )
-OF_ENGINE = {3: "reduce", "send": "send", "save": "save"}  # tiny.py's and train.py's moments
+#: Moment of a fault in tiny.py (its third step, a send, a checkpoint) -> the moment in train.py.
+OF_ENGINE = {3: "reduce", "send": "send", "save": "save"}
 CASES = [*WRITING, *IN_TRAINING]
 
 
 def assert_explains_the_end(fault: Fault, lines: list[str]) -> None:
-    """Some line of holmes's names what table.py says that the fault is: the NIC, or the node that is lost."""
+    """Assert that holmes's messages name the cause of the end, such as the NIC or the lost node.
+
+    Each pattern of fault.says must match one of the lines.
+    """
     assert fault.says
     for pattern in fault.says:
         expected = pattern.replace(TORCH_FAILED, ENGINE_FAILED)
@@ -102,7 +108,7 @@ def assert_explains_the_end(fault: Fault, lines: list[str]) -> None:
     for fault in CASES
 ])
 def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tmp_path, fault):
-    """What table.py does to a job, done to this one in its third step."""
+    """A job that a fault ends in its third step says why; restarted, it has the losses without the fault."""
     changes, hit, save = Changes(two_clusters.lab), threading.Event(), tmp_path / "saved"
 
     def on_line(rank, line, stream):

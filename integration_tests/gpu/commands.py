@@ -210,13 +210,20 @@ def torchtitan(folder: Path, way: str, ranks: int) -> Command:
 
 
 def compared(folder: Path) -> Iterator[Command]:
-    """Those whose losses are compared, for 8 ranks: of what is there."""
-    yield from (*deepspeed(folder), trainer(folder))
-    scripts = (("Megatron-LM", megatron_lm, ()), ("Megatron-DeepSpeed", megatron_deepspeed, (1,)))
-    for name, make, more in scripts:
-        if checkout := find_checkout(name):
-            (folder / name).mkdir()
-            yield make(folder / name, checkout, *more, *TENSOR)
-    for way in ("HSDP", "1F1B") if INSTALLED.is_dir() else ():
-        (folder / way).mkdir()
-        yield torchtitan(folder / way, way, 8)
+    """Yield the commands for 8 ranks whose losses on GPUs and on CPUs are compared.
+
+    Commands whose checkout or package is missing are left out.
+    """
+    yield from deepspeed(folder)
+    yield trainer(folder)
+    if checkout := find_checkout("Megatron-LM"):
+        (folder / "Megatron-LM").mkdir()
+        yield megatron_lm(folder / "Megatron-LM", checkout, *TENSOR)
+    if checkout := find_checkout("Megatron-DeepSpeed"):
+        (folder / "Megatron-DeepSpeed").mkdir()
+        zero_stage = 1
+        yield megatron_deepspeed(folder / "Megatron-DeepSpeed", checkout, zero_stage, *TENSOR)
+    if INSTALLED.is_dir():
+        for way in ("HSDP", "1F1B"):
+            (folder / way).mkdir()
+            yield torchtitan(folder / way, way, 8)

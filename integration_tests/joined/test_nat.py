@@ -15,7 +15,12 @@ STEPS = 24
 
 
 def train(directory, cut, *flags):
-    """Losses of each job, and what the coordinator said."""
+    """Train two joined jobs; return the losses of each, and the lines that the coordinator printed.
+
+    Args:
+        cut: Whether the two jobs' nodes cannot reach each other.
+        flags: Further flags of both jobs.
+    """
     directory.mkdir()
     with Lab(CLUSTERS) as lab, coordinator(lab) as (where, told):
         if cut:
@@ -24,11 +29,12 @@ def train(directory, cut, *flags):
                 lab.configure(node, f"route add blackhole {address}/32")
         jobs = []
         for seed, (name, node) in enumerate((("east", "a0"), ("west", "b0")), 1):
-            all_flags = [*join_flags(name, where, OUTER), *flags]
-            jobs.append(start(lab, name, [node], all_flags, STEPS, seed, directory / f"{name}.jsonl"))
-            # All jobs begin with the weights of the first one to join, which must be the same in each run.
-            joined = f"job {name} is here"
-            await_(lambda joined=joined: any(joined in line for line in told), 120, joined)
+            job_flags = [*join_flags(name, where, OUTER), *flags]
+            jobs.append(start(lab, name, [node], job_flags, STEPS, seed, directory / f"{name}.jsonl"))
+            # All jobs begin with the weights of the first one that joins. Wait for it, so that it is the same
+            # job in each run.
+            message = f"job {name} is here"
+            await_(lambda message=message: any(message in line for line in told), 120, message)
         for job in jobs:
             job.wait()
         return [[step["loss"] for step in job.steps()] for job in jobs], list(told)

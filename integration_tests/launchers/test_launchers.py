@@ -21,16 +21,14 @@ from integration_tests.launchers.bench import Bench
 from integration_tests.launchers.cases import CASES, hostfile
 
 SIDE_BY_SIDE = 6
-#: These take longest, so they begin: by their waits, then by several jobs one after the other.
+#: The longest cases, which are started first: they wait, or run several jobs one after the other.
 FIRST = ("time_limit", "srun_node_goes_down", "mpirun_sigterm", "holmes_lab_run", "scontrol_requeue",
          "holmes_doctor_over_an_allocation", "example_sizes", "example_trainer", "example_deepspeed",
          "example_megatron_lm", "example_mpi")
-#: Exhaustive: of examples/schedulers/, one job after the other, all but one;
-#: other ways to lay out the same ranks.
-LONGER = {*(name for name in CASES if name.startswith("example_") and name != "example_mpi"),
+#: Exhaustive cases: all but one of those that run examples/, and further layouts of the same ranks.
+EXHAUSTIVE = {*(name for name in CASES if name.startswith("example_") and name != "example_mpi"),
           "srun_one_rank_a_node", "srun_cyclic", "srun_plane", "srun_heterogeneous", "mpirun_by_node",
           "deepspeed_include"}
-CHOSEN = [name for name in CASES if name not in LONGER]
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,
@@ -46,28 +44,36 @@ def of_others():
 
 @pytest.fixture(scope="module")
 def running(request, tmp_path_factory):
-    """The cases that pytest was asked for, all started."""
-    names = [item.callspec.params["name"] for item in request.session.items
-             if item.module is request.module
-             and "name" in getattr(getattr(item, "callspec", None), "params", ())]
-    chosen = [name for name in dict.fromkeys((*FIRST, *names)) if name in names]
+    """Start all selected cases, SIDE_BY_SIDE at a time; yield their futures by name."""
+    selected = []
+    for item in request.session.items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.module is request.module and "name" in parameters:
+            selected.append(parameters["name"])
+    longest_first = dict.fromkeys((*FIRST, *selected))
+    ordered = [name for name in longest_first if name in selected]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in chosen}
+        yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in ordered}
 
 
-#: Rows of README's table: what a case begins with.
+#: Launchers that are rows of README's table. The name of a case begins with its launcher.
 LAUNCHERS = ("torchrun", "srun", "mpirun", "deepspeed")
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case: the row of README's table that it tests, and whether it is exhaustive."""
+    marks = []
     launcher = name.partition("_")[0]
-    marks = [pytest.mark.row(launcher)] if launcher in LAUNCHERS else []
-    return marks if name in CHOSEN else [*marks, full]
+    if launcher in LAUNCHERS:
+        marks.append(pytest.mark.row(launcher))
+    if name in EXHAUSTIVE:
+        marks.append(full)
+    return marks
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_launch(running, name, tmp_path):
-    """What the pool made of it; again (--reruns) from the start."""
+    """A case succeeds: the one that the fixture started, or in a rerun (--reruns) a fresh one."""
     future = running.pop(name, None)
     if future:
         future.result()
@@ -82,7 +88,7 @@ def test_nothing_is_left(running, of_others):
 
 
 def test_starts_and_stops_leave_nothing(tmp_path, of_others, exhaustive):
-    """50 labs, every other one with Slurm and with sshd and mpirun; as a sample one of each."""
+    """50 labs (2 as a sample), in turns with sshd and mpirun and with Slurm, leave no process and no file."""
     for number in range(50 if exhaustive else 2):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -32,7 +32,7 @@ from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.start.launcher import Process
 
 GB = 10**9
-SEEDS_PER_LAUNCH = 5
+SEEDS_PER_LAUNCH = 5  # cases that one launch of the processes trains: see run_in_batches()
 
 
 @dataclass(frozen=True)
@@ -127,17 +127,20 @@ class CaseResult:
 
 def run_in_batches(of_rank: Callable[..., list[Any]], world: int, seeds: Sequence[int],
                    *args: Any) -> list[list[Any]]:
-    """Return each rank's results of `of_rank(rank, world, seeds, *args)`, a few seeds in each launch.
+    """Run `of_rank(rank, world, seeds, *args)` in `world` processes, with new processes for every few seeds.
 
     gloo keeps a thread for each process group, which wakes 100 times a second. With the groups of 15 cases in
     each of 8 processes, these threads would use up both cores of a small machine.
+
+    Returns:
+        For each rank the results of all seeds, in the order of the seeds.
     """
     results: list[list[Any]] = [[] for _ in range(world)]
     for start in range(0, len(seeds), SEEDS_PER_LAUNCH):
         batch = seeds[start:start + SEEDS_PER_LAUNCH]
-        found = run_ranks(of_rank, world, world, batch, *args, timeout_s=580)
-        for result, found_by_rank in zip(results, found, strict=True):
-            result.extend(found_by_rank)
+        batch_results = run_ranks(of_rank, world, world, batch, *args, timeout_s=580)
+        for rank in range(world):
+            results[rank].extend(batch_results[rank])
     return results
 
 

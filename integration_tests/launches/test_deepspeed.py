@@ -19,7 +19,7 @@ deepspeed = pytest.importorskip("deepspeed")
 
 WIDTH, LAYERS, STEPS, MICRO_BATCHES = 16, 9, 4, 4
 FEATURES = ["overlap", "two-level", "deepspeed-p2p", "deepspeed-grid-check", "deepspeed-edges"]
-#: Seeds of the cases, by the number of processes.
+#: Number of processes -> seeds of the cases, which are drawn at random (cases.py).
 PIPELINES = {world: range(100 * world, 100 * world + 15) for world in (4, 6, 8)}
 ZEROS = {world: range(100 * world + 50, 100 * world + 60) for world in (4, 6)}
 
@@ -82,7 +82,7 @@ def zero_losses(one):
 
 
 def of_rank(rank, world, seeds, losses):
-    """Of each seed: what is launched under holmes, and stock's losses."""
+    """Return for each seed the result under holmes, stock's losses, and the compression that holmes used."""
     import contextlib
     import io
 
@@ -97,7 +97,10 @@ def of_rank(rank, world, seeds, losses):
 
 
 def check(results, seeds):
-    """The launches of each case, and how many used what."""
+    """Assert that no order of kernels hangs and that losses are stock's; return what each case used.
+
+    Each case's set names reductions and messages that it used, such as "two levels" or "pairs".
+    """
     used = []
     for number, seed in enumerate(seeds):
         of_ranks = {rank: result[number] for rank, result in enumerate(results)}

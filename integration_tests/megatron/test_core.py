@@ -1,8 +1,8 @@
-"""megatron-core on two emulated clusters: the losses are stock's under every split, and what need not cross
-does not.
+"""megatron-core on two emulated clusters, stock and with --holmes, under many splits of the model.
 
-A launch costs most of the time, so one launch trains several splits. Each test has two cases: some splits,
-and all, which are exhaustive and chosen together.
+The losses must be stock's, and traffic that need not cross clusters must stay inside. To start the processes
+takes most of the time, so one launch trains several splits. Each test has two cases: some splits, and all
+splits. The second case is exhaustive, and is selected for all tests or for none.
 """
 
 import json
@@ -48,10 +48,11 @@ SPLITS = {
         "--pipeline 2 --virtual-pipeline 2 --distributed-optimizer --instances 2 --order tp-cp-ep-pp-dp"
         " --micro-batches 4 --steps 3",
 }
-#: Over NCCL: the first two, or all. (A communicator takes 100 MB of this machine's
-#: memory in each rank, and megatron-core ends none before the process does: 900 MB a split.)
+#: Splits over NCCL on emulated GPUs: the first two of these in the case "some splits", else all. There are
+#: few because a communicator takes 100 MB of memory in each rank, and megatron-core never ends one: 900 MB a
+#: split.
 OVER_NCCL = "pipeline 2", "tensor 2 pipeline 2", "overlap", "distributed optimizer"
-#: Only among all: what each has alone, others have together.
+#: Splits of the case "all splits" alone: other splits combine what each of these has by itself.
 LONGER = "pipeline 4", "context 2", "interleaved, each cluster an optimizer instance"
 #: Other models, whose losses are stock's but not the others'.
 OTHERS = {
@@ -86,9 +87,12 @@ ALL_SPLITS = pytest.param(True, id="all splits", marks=full(together="all splits
 
 @pytest.fixture(scope="module", params=[pytest.param(False, id="some splits"), ALL_SPLITS])
 def splits(request):
+    """Return the flags of each split that is trained, without those that this megatron-core lacks."""
+    is_exhaustive = request.param
     if ON_GPUS:
-        wanted = {name: SPLITS[name] for name in OVER_NCCL[: None if request.param else 2]}
-    elif request.param:
+        names = OVER_NCCL if is_exhaustive else OVER_NCCL[:2]
+        wanted = {name: SPLITS[name] for name in names}
+    elif is_exhaustive:
         wanted = SPLITS | HEAVY
     else:
         wanted = {name: flags for name, flags in SPLITS.items() if name not in LONGER}
@@ -155,7 +159,7 @@ def test_messages_that_come_early_hold_nothing_up(two_clusters, both, tmp_path, 
 @full
 @pytest.mark.skipif(INSTALLED < Version("0.14"), reason="its sends are no class's")
 def test_more_micro_batches_in_flight_learn_the_same(two_clusters, both, tmp_path):
-    """Two more than 1F1B's."""
+    """With two micro-batches more in flight than 1F1B has, losses and gradient norms are stock's."""
     wanted = {name: SPLITS[name] for name in ("pipeline 2", "pipeline 4") if name in both[0][0]}
     done, _, said = train_megatron(two_clusters, tmp_path, wanted, *two_clusters.holmes, "--holmes-inflight",
                                    "2")

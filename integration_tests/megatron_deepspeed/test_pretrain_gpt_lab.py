@@ -1,7 +1,8 @@
 """Megatron-DeepSpeed's unmodified pretrain_gpt.py on two emulated clusters, stock and with --holmes.
 
-tests/checkouts.py says where the checkout is. Each landing trains one configuration of the matrix, and a
-tenth of the others.
+Most tests train a small GPT on 2 + 2 nodes and compare the printed losses with those of stock, which is the
+script without any flag of holmes. A landing (.ci/run) trains the first of CASES and a tenth of the others.
+tests/checkouts.py says where the checkout of Megatron-DeepSpeed is searched.
 """
 
 import base64
@@ -9,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,34 +20,79 @@ from integration_tests.jobs import CLUSTER, fast, full, some
 from integration_tests.megatron_deepspeed.job import Checkout, holmes_lines, read_log
 
 SOURCE = find_checkout("Megatron-DeepSpeed")
-STEPS = 20
+STEPS = 20  # optimizer steps of a run that compares losses
 pytestmark = [
     pytest.mark.row("Megatron-DeepSpeed's pretrain_gpt.py"),
     pytest.mark.skipif(SOURCE is None, reason=why_missing("Megatron-DeepSpeed")),
 ]
 PIPELINE = ("--pipeline-model-parallel-size", "2")
-TENSOR = (*PIPELINE, "--tensor-model-parallel-size", "2")
 NO_PIPELINE = ("--no-pipeline-parallel",)
-#: flags of pretrain_gpt.py, ZeRO stage, dtype
-MATRIX = {
-    "pipeline 2 x data 2": (PIPELINE, 0, "fp32"),
-    "pipeline 2 x data 2, ZeRO 1": (PIPELINE, 1, "fp32"),
-    "pipeline 2 x data 2, bf16": (PIPELINE, 0, "bf16"),
-    "pipeline 2 x data 2, ZeRO 1, bf16": (PIPELINE, 1, "bf16"),
-    "pipeline 2 x tensor 2": (TENSOR, 0, "fp32"),
-    "pipeline 2 x tensor 2, ZeRO 1, bf16": (TENSOR, 1, "bf16"),
-    # its SequenceParallelPositionEmbedding is handed the positions of the whole sequence, and fails (stock
-    # too)
-    "pipeline 2 x tensor 2, sequence parallel": ((*TENSOR, "--sequence-parallel", "--no-position-embedding"),
-                                                 0, "fp32"),
-    "no pipeline, sequence 2, ZeRO 1": ((*NO_PIPELINE, "--ds-sequence-parallel-size", "2"), 1, "fp32"),
-    "no pipeline, tensor 2, ZeRO 1": ((*NO_PIPELINE, "--tensor-model-parallel-size", "2"), 1, "fp32"),
-    "no pipeline, data 4, ZeRO 1": (NO_PIPELINE, 1, "fp32"),
-    "no pipeline, data 4, ZeRO 2": (NO_PIPELINE, 2, "fp32"),
-    "no pipeline, data 4, ZeRO 3": (NO_PIPELINE, 3, "fp32"),
+
+
+@dataclass(frozen=True)
+class Case:
+    """Split of the model over 4 ranks (2 in each cluster), with the ZeRO stage and the dtype of training."""
+
+    name: str  # the test's id
+    pipeline: int = 1  # stages
+    data: int = 1  # data-parallel ranks
+    tensor: int = 1  # tensor-parallel ranks
+    sequence: int = 1  # ranks that share a sequence (DeepSpeed-Ulysses)
+    zero_stage: int = 0
+    dtype: str = "fp32"
+    further_flags: tuple[str, ...] = ()  # of pretrain_gpt.py
+
+    def __post_init__(self):
+        assert self.pipeline * self.data * self.tensor * self.sequence == 4, self.name
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of pretrain_gpt.py that split the model."""
+        flags = NO_PIPELINE
+        if self.pipeline > 1:
+            flags = ("--pipeline-model-parallel-size", str(self.pipeline))
+        if self.tensor > 1:
+            flags += ("--tensor-model-parallel-size", str(self.tensor))
+        if self.sequence > 1:
+            flags += ("--ds-sequence-parallel-size", str(self.sequence))
+        return flags + self.further_flags
+
+    @property
+    def sums_four_gradients(self) -> bool:
+        """Whether each gradient is a sum over 4 ranks, whose rounding depends on the order."""
+        return self.data * self.sequence == 4
+
+    @property
+    def is_tied_over_four_ranks(self) -> bool:
+        """Whether a tied embedding is summed over 2 stages x 2 data-parallel ranks (see STOCK_ORDER)."""
+        return self.pipeline == 2 and self.data == 2
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("pipeline 2 x data 2", pipeline=2, data=2),
+        Case("pipeline 2 x data 2, ZeRO 1", pipeline=2, data=2, zero_stage=1),
+        Case("pipeline 2 x data 2, bf16", pipeline=2, data=2, dtype="bf16"),
+        Case("pipeline 2 x data 2, ZeRO 1, bf16", pipeline=2, data=2, zero_stage=1, dtype="bf16"),
+        Case("pipeline 2 x tensor 2", pipeline=2, tensor=2),
+        Case("pipeline 2 x tensor 2, ZeRO 1, bf16", pipeline=2, tensor=2, zero_stage=1, dtype="bf16"),
+        Case(
+            "pipeline 2 x tensor 2, sequence parallel",
+            pipeline=2,
+            tensor=2,
+            # With position embeddings Megatron-DeepSpeed's SequenceParallelPositionEmbedding fails, in stock
+            # too: it receives the positions of the whole sequence.
+            further_flags=("--sequence-parallel", "--no-position-embedding"),
+        ),
+        Case("no pipeline, sequence 2, ZeRO 1", data=2, sequence=2, zero_stage=1),
+        Case("no pipeline, tensor 2, ZeRO 1", data=2, tensor=2, zero_stage=1),
+        Case("no pipeline, data 4, ZeRO 1", data=4, zero_stage=1),
+        Case("no pipeline, data 4, ZeRO 2", data=4, zero_stage=2),
+        Case("no pipeline, data 4, ZeRO 3", data=4, zero_stage=3),
+    )
 }
-DEFAULT = ("pipeline 2 x data 2",)
-#: Variables under which holmes adds gradients in stock's order: then losses must be equal in every digit.
+#: Environment variables under which holmes adds gradients in stock's order: losses are equal in every digit.
 #:
 #: A tied embedding has a gradient on each of 2 stages x 2 data-parallel ranks: a0, a1 on the first stage and
 #: b0, b1 on the last.
@@ -53,11 +100,12 @@ DEFAULT = ("pipeline 2 x data 2",)
 #:     holmes    (a0 + a1) / 2 + (b0 + b1) / 2  one gradient of each stage crosses (runtime/reduce/tied.py)
 #: Four numbers are rounded differently in another order. Stock's order cannot be kept with less traffic: for
 #: a0 + b0 and a1 + b1 two gradients must cross. integration_tests/deepspeed/test_tied.py compares the order
-#: of the sum bit by bit. All else is stock's: with that sum off, the hashes of all activations, gradients and
-#: weights of all ranks were equal after each pass, reduction and optimizer step.
+#: of the sum bit by bit. No other sum changes its order: with deepspeed-tied switched off, the hashes of all
+#: activations, gradients and weights of all ranks equalled stock's after each pass, reduction and optimizer
+#: step.
 STOCK_ORDER = {"HOLMES_DISABLE": "deepspeed-tied"}
-#: How far a printed loss may differ in 20 steps with the tied embedding summed in holmes's order. Measured:
-#: 1e-6, one unit of the last digit.
+#: Largest difference of a printed loss in 20 steps when holmes sums the tied embedding in its own order.
+#: Measured: 1e-6, which is one unit of the last digit.
 OTHER_ORDER = 1e-5
 
 
@@ -74,83 +122,111 @@ def checkout(tmp_path_factory):
 
 
 def train(checkout, two_clusters, *flags, steps=STEPS, env=None, **more):
-    """What the log says, and MB that every NIC sent."""
+    """Train for `steps` steps; return the Log of the run and the MB that each NIC of each node sent."""
     before = two_clusters.lab.counters()
     result = checkout.run(two_clusters, *checkout.arguments(steps, *flags, **more), env=env, timeout=420)
     return read_log(result), two_clusters.sent(before)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("case", some(MATRIX, *DEFAULT))
-def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_clusters, case):
-    flags, zero, dtype = MATRIX[case]
-    stock, stock_sent = train(checkout, two_clusters, *flags, zero=zero, dtype=dtype)
-    ours, sent = train(checkout, two_clusters, *flags, *two_clusters.holmes, zero=zero, dtype=dtype)
-    assert list(stock.losses) == list(range(1, STEPS + 1)) and stock.losses[STEPS] < stock.losses[1] - 0.5
-    print(f"\n{case}: losses {stock.losses[1]} ... {stock.losses[STEPS]}, greatest difference"
-          f" {max(abs(stock.losses[i] - ours.losses[i]) for i in stock.losses)}; MB stock {stock_sent}, "
-          f"holmes {sent}")
-    # Four ranks add the same numbers in another order; with two summands there is no other order.
-    four = "data 4" in case or "sequence 2" in case
-    # A tied embedding has four summands where the stage has two data-parallel ranks (STOCK_ORDER).
-    tied = "x data 2" in case
-    if four:
+@pytest.mark.parametrize("name", some(CASES, "pipeline 2 x data 2"))
+def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_clusters, name):
+    """With --holmes the losses are stock's, and gradients move from Ethernet to the clusters' fast NICs."""
+    case = CASES[name]
+    precision = {"zero": case.zero_stage, "dtype": case.dtype}
+    holmes_flags = (*case.flags, *two_clusters.holmes)
+    stock, stock_sent = train(checkout, two_clusters, *case.flags, **precision)
+    ours, sent = train(checkout, two_clusters, *holmes_flags, **precision)
+    assert list(stock.losses) == list(range(1, STEPS + 1))
+    assert stock.losses[STEPS] < stock.losses[1] - 0.5
+    difference = max(abs(stock.losses[step] - ours.losses[step]) for step in stock.losses)
+    print(
+        f"\n{name}: losses {stock.losses[1]} ... {stock.losses[STEPS]}, greatest difference {difference}; "
+        f"MB stock {stock_sent}, holmes {sent}"
+    )
+
+    if case.sums_four_gradients:
+        # Two levels add the same four numbers in another order. (Two numbers have no other order.)
         assert ours.losses == pytest.approx(stock.losses, abs=1e-4)
-    elif tied:
-        assert ours.losses == pytest.approx(stock.losses, abs=OTHER_ORDER if dtype == "fp32" else 1e-2)
+    elif case.is_tied_over_four_ranks:
+        tolerance = OTHER_ORDER if case.dtype == "fp32" else 1e-2
+        assert ours.losses == pytest.approx(stock.losses, abs=tolerance)
         assert "tied weights summed in two levels" in ours.lines[0]
-        in_order, _ = train(checkout, two_clusters, *flags, *two_clusters.holmes, zero=zero, dtype=dtype,
-                            env=STOCK_ORDER)
+        in_order, _ = train(checkout, two_clusters, *holmes_flags, **precision, env=STOCK_ORDER)
         assert in_order.losses == stock.losses
     else:
         assert ours.losses == stock.losses
-    assert not stock.lines and "2 clusters" in ours.lines[0]
-    assert len(ours.lines) == 1 + ("ZeRO 3" in case)
-    assert "ZeRO 3" not in case or "keeps DeepSpeed's own collectives" in ours.lines[1]
+
+    assert not stock.lines
+    assert "2 clusters" in ours.lines[0]
+    if case.zero_stage == 3:
+        assert len(ours.lines) == 2
+        assert "keeps DeepSpeed's own collectives" in ours.lines[1]
+    else:
+        assert len(ours.lines) == 1
+
+    check_bytes_sent(case, stock_sent, sent)
+
+
+def check_bytes_sent(case: Case, stock_sent: dict, sent: dict) -> None:
+    """Assert that gradients inside a cluster take fast NICs, of which stock uses none.
+
+    Args:
+        stock_sent: MB that each NIC of each node sent in stock's run.
+        sent: The same, of the run with --holmes.
+    """
     for node, nics in sent.items():
+        stock_ethernet = stock_sent[node]["eth0"]
         assert fast(stock_sent[node]) < 0.01
-        if "ZeRO 3" in case:  # one group over all, and collectives that stay DeepSpeed's own
-            assert fast(nics) < 1 and nics["eth0"] > 100
-        elif "data 4" in case:  # one group over all: gradients in two levels
-            assert fast(nics) > 1 and nics["eth0"] < 0.8 * stock_sent[node]["eth0"]
+        if case.zero_stage == 3:
+            # One group over both clusters, and DeepSpeed's own collectives, which holmes leaves on Ethernet.
+            assert fast(nics) < 1
+            assert nics["eth0"] > 100
+        elif case.data == 4:
+            # One group over both clusters, whose gradients are reduced in two levels.
+            assert fast(nics) > 1
+            assert nics["eth0"] < 0.8 * stock_ethernet
         else:
-            # tensors of hidden size 64 are little beside GPT-2's tied embedding, which crosses
-            share = 0.25 if "x data 2" in case else 0.02
-            assert fast(nics) > share * stock_sent[node]["eth0"], (node, nics, stock_sent[node])
+            # Most bytes cross in any case: GPT-2's tied embedding is large beside tensors of hidden size 64.
+            smallest_share = 0.25 if case.is_tied_over_four_ranks else 0.02
+            assert fast(nics) > smallest_share * stock_ethernet, (node, nics, stock_sent[node])
+
+    if case.data == 4:
+        return
     spared = sum(nics["eth0"] for nics in stock_sent.values()) - sum(nics["eth0"] for nics in sent.values())
-    moved = sum(map(fast, sent.values()))
-    # What fast NICs carry is spared on Ethernet. With N bytes of gradients on a rank, E of them of a tied
-    # embedding: two levels send E on fast NICs and E / 2 across, instead of E across. Then N + E are on fast
-    # NICs and N + E / 2 are spared, which is at least 3/4 of that.
-    share = 0.7 if tied else 0.9
-    assert "data 4" in case or spared > share * moved, (stock_sent, sent)
+    moved = sum(fast(nics) for nics in sent.values())
+    # Each MB on a fast NIC spares one on Ethernet, except for a tied embedding. Of N bytes of gradients on a
+    # rank, let E be those of a tied embedding. Two levels send E on fast NICs and E / 2 across, instead of E
+    # across. So N + E are on fast NICs and N + E / 2 are spared, which is at least 3/4 of N + E.
+    smallest_share = 0.7 if case.is_tied_over_four_ranks else 0.9
+    assert spared > smallest_share * moved, (stock_sent, sent)
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("zero", some([0, 1], 1))
 def test_checkpoints_pass_between_stock_and_holmes(checkout, two_clusters, tmp_path, zero):
-    """Saved under one and resumed under the other, with the same split: exactly the losses of the run that
-    was not stopped."""
+    """A checkpoint of one, resumed by the other, goes on with exactly the losses of an uninterrupted run."""
 
     def run(*flags):
         return train(checkout, two_clusters, *PIPELINE, *flags, steps=6, zero=zero, env=STOCK_ORDER)[0]
 
-    whole = run()
-    sides = {"stock": (), "holmes": two_clusters.holmes}
+    uninterrupted = run()
+    flags_of = {"stock": (), "holmes": two_clusters.holmes}
     for saver, loader in (("stock", "holmes"), ("holmes", "stock")):
-        place = str(tmp_path / saver)
-        run(*sides[saver], "--save", place, "--save-interval", "3", "--exit-interval", "3")
-        resumed = run(*sides[loader], "--load", place)
-        assert resumed.losses == {step: loss for step, loss in whole.losses.items()
-                                  if step > 3}, (saver, loader)
+        checkpoint = str(tmp_path / saver)
+        run(*flags_of[saver], "--save", checkpoint, "--save-interval", "3", "--exit-interval", "3")
+        resumed = run(*flags_of[loader], "--load", checkpoint)
+        expected = {step: loss for step, loss in uninterrupted.losses.items() if step > 3}
+        assert resumed.losses == expected, (saver, loader)
 
 
-#: Without padded rows: ds_to_universal drops what training made of them, and the loss is another.
+#: Keeps Megatron from padding the vocabulary: ds_to_universal drops the trained values of padded rows, so
+#: that the loss would change.
 NO_PADDING = ("--make-vocab-size-divisible-by", "1")
 
 
-def converted(line: str, checkout, folder: Path) -> None:
-    """Run the command that holmes gave for the checkpoint in `folder`."""
+def convert_as_advised(line: str, checkout, folder: Path) -> None:
+    """Run the conversion to a universal checkpoint that holmes's message `line` names for `folder`."""
     command = re.search(
         r"python (-m deepspeed\.checkpoint\.ds_to_universal --input_folder \S+ --output_folder \S+?),",
                         line)
@@ -161,10 +237,10 @@ def converted(line: str, checkout, folder: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
         checkout, two_clusters, tmp_path, exhaustive):
-    """Stock 2+2 -> holmes 3+1 (and others) -> stock 2+2: the losses of the run that was not stopped, in every
-    printed digit.
+    """A job goes on with other layers per stage if its checkpoint is converted as holmes's message says.
 
-    The conversions are those that holmes asks for; activation checkpointing and tied embeddings are on.
+    Stock trains 2 + 2 layers, then holmes 3 + 1 (and others), then stock 2 + 2 again. All losses are those of
+    the uninterrupted run, in every printed digit. Activation checkpointing and tied embeddings are on.
     """
     flags = (*PIPELINE, *NO_PADDING, "--checkpoint-activations", "--checkpoint-num-layers", "2")
     holmes = (*two_clusters.holmes, "--holmes-partition")
@@ -172,42 +248,45 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
     def run(*more):
         return train(checkout, two_clusters, *flags, *more, steps=8, zero=1, env=STOCK_ORDER)[0].losses
 
-    whole = run()
-    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    uninterrupted = run()
+    stock = tmp_path / "stock"
+    ours = tmp_path / "ours"
     run("--save", str(stock), "--save-interval", "3", "--exit-interval", "3")
     line = refused(checkout, two_clusters, *flags, "--holmes-partition", "3,1", "--load", str(stock), zero=1)
     assert "was saved with stages of 4+4 modules, this job has stages of 5+3 modules" in line
-    converted(line, checkout, stock)
+    convert_as_advised(line, checkout, stock)
     load = ("--load", str(stock), "--universal-checkpoint")
-    resumed = {step: loss for step, loss in whole.items() if step > 3}
+    resumed = {step: loss for step, loss in uninterrupted.items() if step > 3}
     if exhaustive:
         for partition in ("balanced", "speed"):
             assert run(*holmes, partition, *load) == resumed, partition
         # 4 stages leave one data-parallel rank, which adds 8 micro-batches where two ranks added 4 each
         four_stages = ("--pipeline-model-parallel-size", "4", *two_clusters.holmes)
         assert run(*four_stages, *load) == pytest.approx(resumed, abs=1e-5)
-    taken = run(*holmes, "3,1", *load, "--save", str(ours), "--save-interval", "6", "--exit-interval", "6")
-    assert taken == {step: loss for step, loss in whole.items() if 3 < step <= 6}
+    losses = run(*holmes, "3,1", *load, "--save", str(ours), "--save-interval", "6", "--exit-interval", "6")
+    assert losses == {step: loss for step, loss in uninterrupted.items() if 3 < step <= 6}
     line = refused(checkout, two_clusters, *flags, "--load", str(ours), zero=1)
     assert "was saved with stages of 5+3 modules, this job has stages of 4+4 modules" in line
-    converted(line, checkout, ours)
-    taken = run("--load", str(ours), "--universal-checkpoint")
-    assert taken == {step: loss for step, loss in whole.items() if step > 6}
+    convert_as_advised(line, checkout, ours)
+    losses = run("--load", str(ours), "--universal-checkpoint")
+    assert losses == {step: loss for step, loss in uninterrupted.items() if step > 6}
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("zero, dtype", [(1, "fp32"), pytest.param(0, "fp32", marks=full),
                                          pytest.param(0, "bf16", marks=full)])
 def test_overlapped_reduction_leaves_the_losses(checkout, two_clusters, zero, dtype):
+    """Reducing gradients under the backward passes changes no printed digit of stock's losses."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=8, zero=zero, dtype=dtype)
     ours, _ = train(checkout, two_clusters, *PIPELINE, *two_clusters.holmes, "--holmes-overlap", "on",
                     steps=8, zero=zero, dtype=dtype, env=STOCK_ORDER)
     assert ours.losses == stock.losses
-    # no line that says why it is not overlapped
+    # A second line would say why the reduction is not overlapped.
     assert len(ours.lines) == 1 and "overlap" in ours.lines[0], ours.lines
 
 
-#: What stands before the script on each node, as each launcher starts it.
+#: Launcher -> the start of its command line on each node, which the script and its arguments follow.
+#: srun and mpirun are emulated by the environment variables that they set.
 LAUNCHED = {
     "deepspeed": "{python} -m deepspeed.launcher.launch --world_info={world} --node_rank=$NODE_RANK"
     " --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT",
@@ -216,13 +295,17 @@ LAUNCHED = {
     "mpirun": "env OMPI_COMM_WORLD_RANK=$RANK OMPI_COMM_WORLD_SIZE=$WORLD_SIZE "
     "OMPI_COMM_WORLD_LOCAL_RANK=$LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE=1 LOCAL_SIZE=1 {python}",
 }
+#: Variables by which torchrun numbers the processes; the lab sets them, the other launchers do not.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK",
             "GROUP_WORLD_SIZE")
 
 
 def launched(checkout, two_clusters, launcher, nodes, *arguments):
-    """The result of a script started by `launcher` on every node of the lab; `nodes`: those of the
-    hostfile."""
+    """Start a script with `launcher` on every node of the hostfile, and return the lab's RunResult.
+
+    Args:
+        nodes: Names of the nodes in the hostfile. All other nodes of the lab run nothing.
+    """
     world = base64.urlsafe_b64encode(json.dumps({node: [0] for node in nodes}).encode()).decode()
     start = LAUNCHED[launcher].format(python=sys.executable, world=world)
     only = " || ".join(f"[ $HOLMES_LAB_NODE = {node} ]" for node in nodes)
@@ -234,6 +317,7 @@ def launched(checkout, two_clusters, launcher, nodes, *arguments):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("launcher", some(LAUNCHED, "deepspeed"))
 def test_started_by_other_launchers(checkout, two_clusters, launcher):
+    """The ranks are renumbered and the losses are stock's, whatever launcher starts the processes."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=3)
     result = launched(checkout, two_clusters, launcher, two_clusters.order,
                       *checkout.arguments(3, *PIPELINE, *two_clusters.holmes))
@@ -243,19 +327,22 @@ def test_started_by_other_launchers(checkout, two_clusters, launcher):
 
 
 def refused(checkout, two_clusters, *flags, env=None, **more):
-    """The one line with which holmes ends the job, status 2 and no traceback on any rank."""
+    """Run a job that holmes must refuse; return its one message, printed with status 2 and no traceback."""
     command = checkout.arguments(2, *flags, *two_clusters.holmes, **more)
     result = checkout.run(two_clusters, *command, env=env, timeout=240)
     text = "\n".join(result.outputs.values())
     assert result.returncode == 2 and "Traceback" not in text, text[-6000:]
     # The banner and the partition are printed before the checkpoint is read.
-    said = [line for line in holmes_lines(result) if " clusters: " not in line and "stages begin" not in line]
-    assert len(said) == 1, said
-    return said[0]
+    messages = [
+        line for line in holmes_lines(result) if " clusters: " not in line and "stages begin" not in line
+    ]
+    assert len(messages) == 1, messages
+    return messages[0]
 
 
 @pytest.mark.timeout(600)
 def test_flags_in_its_own_help_and_near_misses(checkout, two_clusters):
+    """--help of pretrain_gpt.py lists the flags of holmes too; a misspelt one is refused with a proposal."""
     result = checkout.run(two_clusters, *checkout.arguments(2, *PIPELINE, *two_clusters.holmes, "--help"),
                           timeout=240)
     assert result.returncode == 0, result.outputs
@@ -272,6 +359,7 @@ def test_flags_in_its_own_help_and_near_misses(checkout, two_clusters):
 
 @pytest.mark.timeout(600)
 def test_a_ds_config_that_contradicts_the_plan(checkout, two_clusters):
+    """A number of stages that differs from the plan's is refused, with the file and its key."""
     config = checkout.config(pipeline={"stages": 4})
     line = refused(checkout, two_clusters, *PIPELINE, config=config)
     assert str(config) in line and "key 'pipeline.stages' is 4, but the plan has 2" in line
@@ -279,13 +367,15 @@ def test_a_ds_config_that_contradicts_the_plan(checkout, two_clusters):
 
 @pytest.mark.timeout(600)
 def test_a_hostfile_that_does_not_match_the_clusters(checkout, two_clusters, tmp_path):
-    """What `deepspeed --hostfile` starts on each node (deepspeed.launcher.launch) when cluster.toml lacks a
-    node."""
+    """A host that no cluster of cluster.toml lists ends the job, with one line that names the host.
+
+    The processes are started by deepspeed.launcher.launch, as `deepspeed --hostfile` does on each node.
+    """
     file = tmp_path / "c.toml"
     file.write_text(CLUSTER.read_text().replace("b[0-1]", "b0"))
     result = launched(checkout, two_clusters, "deepspeed", two_clusters.order,
                       *checkout.arguments(2, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file)))
-    said = [line for output in result.outputs.values() for line in output.splitlines()
-            if line.startswith("holmes:")]
-    assert result.returncode != 0 and len(said) == 1, result.outputs
-    assert "hostfile has 4 hosts" in said[0] and "host 'b1' is in no cluster" in said[0]
+    lines = [line for output in result.outputs.values() for line in output.splitlines()]
+    messages = [line for line in lines if line.startswith("holmes:")]
+    assert result.returncode != 0 and len(messages) == 1, result.outputs
+    assert "hostfile has 4 hosts" in messages[0] and "host 'b1' is in no cluster" in messages[0]

@@ -1,9 +1,10 @@
-"""torchtitan's own train.py over both clusters, on CPUs (torchtitan_cpu/sitecustomize.py): HSDP, and a
-pipeline.
+"""torchtitan's own train.py on two emulated clusters, with HSDP and with a pipeline: the losses are stock's.
 
-`make torchtitan` installs version 0.2.2: 0.3.0 calls torch.distributed.set_timeout, which torch 2.13 does not
-have. With torch 2.14.1 and 2.15 it runs what `pip install --no-deps --target build/torchtitan
-torchtitan==0.3.0 spmd_types torch_checkpointing` puts there.
+torchtitan trains on CPUs here (torchtitan_cpu/sitecustomize.py). `make torchtitan` installs version 0.2.2,
+because 0.3.0 calls torch.distributed.set_timeout, which torch 2.13 does not have. With torch 2.14.1 and 2.15
+the tests also run torchtitan 0.3.0, installed by
+
+    pip install --no-deps --target build/torchtitan torchtitan==0.3.0 spmd_types torch_checkpointing
 """
 
 import re
@@ -51,6 +52,7 @@ def train(clusters, folder, way, *flags):
     return {int(step): loss for step, loss in found}, said(result)
 
 
+# Each landing trains HSDP, which is a row of README's table; the others are exhaustive.
 @pytest.mark.parametrize("way", [
     pytest.param(way, marks=pytest.mark.row("HSDP") if way == "HSDP" else full) for way in WAYS])
 def test_losses_are_stock_s(two_clusters, folder, way):

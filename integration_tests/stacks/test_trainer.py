@@ -1,5 +1,7 @@
-"""Unmodified scripts of Hugging Face's Trainer and of Lightning in the lab, by the launchers that their users
-type."""
+"""Unmodified scripts of Hugging Face's Trainer and of Lightning, on two emulated clusters.
+
+They are started with the launchers that users of these libraries type: torchrun and accelerate.
+"""
 
 import sys
 
@@ -71,7 +73,7 @@ num_processes: 4
 @pytest.mark.row("Accelerate")
 @pytest.mark.parametrize("launcher", some(LAUNCHERS, "accelerate"))
 def test_launchers_checkpoints_and_resume(two_clusters, tmp_path, launcher):
-    """4 steps with a checkpoint after 2, all under holmes; then steps 3 and 4 once more from it."""
+    """A job resumed from the checkpoint of step 2 has the losses of steps 3 and 4 again (all with holmes)."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     found = []
     for name, more in (("whole", ["--save-steps", "2"]), ("resumed", ["--resume"])):

@@ -1,7 +1,9 @@
-"""Lightning works a process's rank out from its node's number, which under a plan is the planned one.
+"""Gives Lightning the node number that the plan assigned to this process.
 
-    torchrun, srun         Lightning reads RANK or SLURM_PROCID, which are renumbered already
-    any other launcher     LightningEnvironment: node_rank() x processes of a node + LOCAL_RANK
+Under a plan, ranks are renumbered. How Lightning learns the rank of a process depends on the launcher:
+
+    torchrun, srun         from RANK or SLURM_PROCID, which holmes has renumbered already
+    any other launcher     LightningEnvironment: node_rank() x processes per node + LOCAL_RANK, patched here
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from holmes_ext.patches.lightning.features import RANKS
 @with_session
 @by_name
 def _planned_node(current, call, instance):
-    """node_rank() of a process that a launcher gave a rank; Lightning's own children have none yet."""
+    """Return the planned number of this process's node as LightningEnvironment.node_rank().
+
+    In a process without a launcher the world size is 1: Lightning starts the other processes itself, later.
+    """
     if current.plan.world_size == 1:
         return call()
     call.refuse_unknown()

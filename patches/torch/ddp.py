@@ -1,19 +1,20 @@
-"""DistributedDataParallel's buckets in two levels, where its group straddles clusters and the plan says so.
+"""Reduces DistributedDataParallel's buckets in two levels, if the plan does so for a group over clusters.
 
-    DDP's reducer (C++)   which gradients travel together, when, into which .grad: as it is, so no_sync(),
-                          unused parameters, static_graph and gradient_as_bucket_view are what they were
-    comm hook (public)    only a bucket's sum takes another way: divided by the ranks before, as in stock
+The two levels are a comm hook, which is public in torch and replaces only the sum of a bucket. DDP's reducer
+(C++) still decides which gradients form a bucket, when it is reduced and into which .grad. So no_sync(),
+unused parameters, static_graph and gradient_as_bucket_view work as in stock.
 
-The hook is there from construction on: a rank without inputs under join() never sees a forward pass, and must
-sum its zeros as all others do. The reducer takes one hook only, so ours gives way from inside:
+The hook is registered at construction: a rank without inputs under join() never runs a forward pass, but must
+sum its zeros like all other ranks. A reducer takes a single hook. So if the program registers one, holmes's
+hook stays and changes what it does:
 
-    the program registers                   what reduces
+    the program registers                   a bucket is reduced by
     nothing, allreduce_hook                 two levels
-    {fp16,bf16}_compress_hook (_wrapper)    two levels, of float16 or bfloat16
-    any other hook                          that hook, as if ours were not there; one line says so
+    {fp16,bf16}_compress_hook (_wrapper)    two levels, in float16 or bfloat16
+    any other hook                          the program's hook; a message says so
 
-Stock, with one line: mixed_precision, whose own hook upcasts what it reduces, and whatever else
-_stays_stock() names. Inside one cluster, and where one ring is faster, nothing is touched.
+With an option that excludes a hook (_stays_stock()) the reduction stays stock's, and a message says so.
+Inside one cluster, and where a single ring is faster, nothing changes.
 """
 
 from __future__ import annotations
@@ -66,29 +67,53 @@ def two_level_hook(state, bucket):
 @with_session
 @by_name
 def _construct(current, call, instance):
-    """DistributedDataParallel(...): the hook and size of buckets for two levels; the hook to go apart."""
+    """Construct a DistributedDataParallel, and register the comm hook if the plan needs one.
+
+    The plan needs the hook to reduce in two levels, and on the CPU for --holmes-apart, which may sum
+    gradients inside each cluster only. With two levels a bucket has the plan's size, unless the program gives
+    a size itself.
+    """
     given = call.given()
-    sums, reason = _sums(given), _stays_stock(given)
-    two_level = sums is not None and sums.two_level is not None
-    apart = sums is not None and sums.device_type == "cpu" and sums.apart.settings is not None
-    hooked = (two_level or apart) and not reason
-    if hooked and two_level and not {"bucket_cap_mb", "bucket_cap_mb_list"} & given.keys():
-        call(bucket_cap_mb=sums.reduction.chunk_bytes / 2**20)
+    planned_sum = _sums(given)
+    reason_for_stock = _stays_stock(given)
+    is_two_level = planned_sum is not None and planned_sum.two_level is not None
+    may_train_apart = (
+        planned_sum is not None
+        and planned_sum.device_type == "cpu"
+        and planned_sum.apart.settings is not None
+    )
+    needs_hook = (is_two_level or may_train_apart) and not reason_for_stock
+    has_bucket_size = "bucket_cap_mb" in given or "bucket_cap_mb_list" in given
+
+    if needs_hook and is_two_level and not has_bucket_size:
+        call(bucket_cap_mb=planned_sum.reduction.chunk_bytes / 2**20)
     else:
         call()
-    if hooked:
-        _install(instance, sums)
-        weakref.finalize(instance, sums.close).atexit = False
-    elif two_level:
-        tell(current, f"DistributedDataParallel reduces as torch does, on one level, because of {reason}",
-             once=True)
-    elif current.options.telemetry and not reason:
-        _install(instance)
-    if sums is not None:
-        session.note_reduction(sums.ranks, sums.reduction, sums.size, two_levels=two_level and not reason,
-                               overlap=True, reported=bool(reason))
-        if not hooked:
-            sums.close()
+
+    if needs_hook:
+        _install(instance, planned_sum)
+        weakref.finalize(instance, planned_sum.close).atexit = False
+    elif is_two_level:
+        tell(
+            current,
+            f"DistributedDataParallel reduces as torch does, on one level, because of {reason_for_stock}",
+            once=True,
+        )
+    elif current.options.telemetry and not reason_for_stock:
+        _install(instance)  # torch's own reduction, started from Python, where telemetry sees it
+
+    if planned_sum is None:
+        return
+    session.note_reduction(
+        planned_sum.ranks,
+        planned_sum.reduction,
+        planned_sum.size,
+        two_levels=is_two_level and not reason_for_stock,
+        overlap=True,
+        reported=bool(reason_for_stock),
+    )
+    if not needs_hook:
+        planned_sum.close()
 
 
 def _install(ddp: Any, sums: Any = None) -> None:
@@ -137,22 +162,30 @@ def _stays_stock(given: dict[str, Any]) -> str:
 
 @by_name
 def _register(call, instance, state, hook):
-    """register_comm_hook of the program, where ours is in place."""
+    """Accept the program's comm hook although holmes's hook holds the only place in the reducer.
+
+    A hook of torch that averages only sets the dtype of the two levels. Any other hook is called by holmes's
+    hook in place of the two levels (two_level_hook).
+    """
     import torch.distributed as dist
 
     ours = _installed.get(instance)
-    if ours is None or ours.registered:  # torch says that one hook is the limit
+    if ours is None or ours.registered:  # torch refuses the program's second hook itself
         return call()
+
     call.refuse_unknown()
     instance._check_comm_hook(hook)
     instance.logger._set_comm_hook_name(hook.__qualname__)
     averages, wire = _wire_of(hook)
     ours.registered = True
-    if averages and (state or dist.group.WORLD) is instance.process_group:
+    hook_group = state or dist.group.WORLD
+    if averages and hook_group is instance.process_group:
         ours.wire = wire
         return
+
     ours.user = (state, hook)
-    current, ranks = session.require(), group_ranks(instance.process_group)
+    current = session.require()
+    ranks = group_ranks(instance.process_group)
     tell(current, f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's "
                   f"two levels do not", once=True)
     if noted := current.reductions.get(tuple(ranks)):
@@ -162,7 +195,10 @@ def _register(call, instance, state, hook):
 
 @by_name
 def _register_builtin(call, instance, comm_hook_type):
-    """The same for allreduce_hook and fp16_compress_hook, written in C++."""
+    """Register a built-in hook (C++) as the Python hook of the same effect, which _register accepts.
+
+    The built-in hooks of torch are allreduce_hook and fp16_compress_hook.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     ours = _installed.get(instance)
@@ -188,7 +224,11 @@ def _wire_of(hook: Any) -> tuple[bool, Any]:
 
 @by_name
 def _count_joining(call, instance, joinable):
-    """Join.notify_join_context: the work that counts the ranks which have inputs, None outside join()."""
+    """Keep the Work that Join.notify_join_context returns: it counts the ranks that still have inputs.
+
+    join(divide_by_initial_world_size=False) divides the gradients by this count. Outside join() there is no
+    Work.
+    """
     work = call()
     if state := _installed.get(joinable):
         state.joining = work

@@ -1,11 +1,15 @@
-"""FSDP over several clusters: its costs are told, and --holmes-fsdp hybrid keeps the shards inside clusters.
+"""Prints what FSDP over several clusters costs; --holmes-fsdp hybrid keeps the shards inside clusters.
 
-    fully_shard(module, mesh 1-D)           mesh 2-D, (clusters, ranks of one): torch's own HSDP
-    FullyShardedDataParallel(FULL_SHARD)    HYBRID_SHARD over the same two groups
+With --holmes-fsdp hybrid, FSDP gets a 2-D mesh (clusters, ranks of a cluster) and works as torch's HSDP:
 
-Only the mesh is another: all else is torch's, and a checkpoint loads under either (its tensors are global).
-The first forward pass tells, on rank 0, what a step's gathers and reductions take, predicted, and what hybrid
-would. A mesh that the program shaped itself stays; what it takes is told where its sharding crosses.
+    the program calls                       it gets
+    fully_shard with a 1-D mesh or none     the 2-D mesh
+    FullyShardedDataParallel, FULL_SHARD    HYBRID_SHARD over the two groups of the 2-D mesh
+
+Nothing else of FSDP changes. A checkpoint loads with either mesh, since its tensors are global. Before the
+first forward pass, rank 0 prints the predicted seconds that a step spends on gathers and reductions, without
+and with hybrid. A 2-D mesh of the program stays; if its sharding dimension crosses clusters, rank 0 prints
+what that costs.
 """
 
 from __future__ import annotations
@@ -40,32 +44,48 @@ def tell_unused(current: Session) -> None:
 @with_session
 @by_name
 def _fully_shard(current, call, instance, mesh, dp_mesh_dims=None):
-    """fully_shard(module, mesh=...), every module of a model in turn."""
-    plain = dp_mesh_dims is None and (mesh is None or mesh.ndim == 1)
-    if plain and (hybrid := _hybrid(current, mesh)) is not None:
-        return call(mesh=hybrid)
-    return call()
+    """Shard a module (FSDP2) over the hybrid mesh, unless the program shaped a mesh itself.
+
+    A program calls fully_shard once for each module of a model.
+    """
+    is_one_dimensional = dp_mesh_dims is None and (mesh is None or mesh.ndim == 1)
+    if not is_one_dimensional:
+        return call()
+    hybrid_mesh = _hybrid(current, mesh)
+    if hybrid_mesh is None:
+        return call()
+    return call(mesh=hybrid_mesh)
 
 
 @with_session
 @by_name
 def _fully_sharded(current, call, instance, module, process_group, sharding_strategy, device_mesh):
-    """FullyShardedDataParallel(module, ...), which calls itself for the modules inside."""
+    """Construct FullyShardedDataParallel (FSDP1) with the hybrid strategy that corresponds to the program's.
+
+    A call whose process group, mesh or strategy is hybrid already stays as it is. With an auto_wrap_policy,
+    the constructor calls itself for the submodules, which are handled in the same way.
+    """
     from torch.distributed.fsdp import ShardingStrategy
 
-    given = sharding_strategy or ShardingStrategy.FULL_SHARD
-    strategies = {ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
-                  ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2}
-    plain = not isinstance(process_group, tuple) and (device_mesh is None or device_mesh.ndim == 1)
+    hybrid_strategies = {
+        ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
+        ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
+    }
+    hybrid_strategy = hybrid_strategies.get(sharding_strategy or ShardingStrategy.FULL_SHARD)
+    has_hybrid_groups = isinstance(process_group, tuple)
+    has_shaped_mesh = device_mesh is not None and device_mesh.ndim != 1
+    if hybrid_strategy is None or has_hybrid_groups or has_shaped_mesh:
+        return call()
+
     device_type = next((p.device.type for p in module.parameters()), "cpu")
-    can = plain and given in strategies
-    hybrid = _hybrid(current, device_mesh, process_group, device_type) if can else None
-    if hybrid is None:
+    hybrid_mesh = _hybrid(current, device_mesh, process_group, device_type)
+    if hybrid_mesh is None:
         return call()
     if device_mesh is not None:
-        return call(sharding_strategy=strategies[given], device_mesh=hybrid)
-    groups = (hybrid.get_group(1), hybrid.get_group(0))
-    return call(sharding_strategy=strategies[given], process_group=groups)
+        return call(sharding_strategy=hybrid_strategy, device_mesh=hybrid_mesh)
+    replicate_group = hybrid_mesh.get_group(0)
+    shard_group = hybrid_mesh.get_group(1)
+    return call(sharding_strategy=hybrid_strategy, process_group=(shard_group, replicate_group))
 
 
 def _hybrid(current: Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
@@ -102,60 +122,98 @@ def _hybrid(current: Session, mesh: Any, group: Any = None, device_type: str = "
 @with_session
 @by_name
 def _tell_root(current, call, instance):
-    """Print what sharding costs, once all units are known: before the first forward pass of the root.
+    """Print what sharding by FSDP2 costs, before the first forward pass of the root module.
 
-    Every unit calls its _lazy_init in every forward pass; only the root's first call has something to do.
+    FSDP2 calls _lazy_init of every sharded module in every forward pass. The root's first call decides which
+    module is the root. From then on all sharded modules are known.
     """
-    first = instance._is_root is None
+    is_first_call = instance._is_root is None
     call()
-    if not first or not instance._is_root or current.rank != 0:
+    if not is_first_call or not instance._is_root or current.rank != 0:
         return
-    groups = [
-        group for state in instance._state_ctx.all_states
-        for group in getattr(state, "_fsdp_param_groups", ()) or [state._fsdp_param_group]  # before 2.12
-        if group is not None
-    ]  # fmt: skip
+
+    groups = _parameter_groups(instance)
     if not groups:
         return
-    weights = again = gradients = kept = 0.0
-    for group in groups:
-        for p in group.fsdp_params:
-            policy, count, itemsize = p.mp_policy, prod(p._orig_size), p.sharded_param.itemsize
-            travels = count * (policy.param_dtype.itemsize if policy.param_dtype else itemsize)
-            weights += travels
-            again += travels if group.post_forward_mesh_info is not None else 0
-            gradients += count * (policy.reduce_dtype.itemsize if policy.reduce_dtype else travels / count)
-            kept += count * itemsize
-    what = ShardedWeights(len(groups), weights, gradients, again / weights)
+    weights, stored_bytes = _sharded_weights(groups)
     mesh_info = groups[0].mesh_info
     if mesh_info.mesh.ndim == 1:
-        _tell_costs(current, mesh_info.shard_process_group, what, kept)
+        _tell_costs(current, mesh_info.shard_process_group, weights, stored_bytes)
     elif _meshes:
-        _tell_costs(current, None, what, kept)
+        _tell_costs(current, None, weights, stored_bytes)
     else:
-        _tell_crossing(current, mesh_info.mesh, what)
+        _tell_crossing(current, mesh_info.mesh, weights)
+
+
+def _parameter_groups(root: Any) -> list[Any]:
+    """Return FSDP2's FSDPParamGroup objects of all modules below the root: each is gathered as one."""
+    groups: list[Any] = []
+    for state in root._state_ctx.all_states:
+        if getattr(state, "_fsdp_param_groups", ()):
+            groups += state._fsdp_param_groups
+        else:
+            groups.append(state._fsdp_param_group)  # torch before 2.12
+    return [group for group in groups if group is not None]
+
+
+def _sharded_weights(groups: list[Any]) -> tuple[ShardedWeights, float]:
+    """Return what a step of FSDP2 sends, and the bytes of all weights as they are stored."""
+    weight_bytes = regathered_bytes = gradient_bytes = stored_bytes = 0.0
+    for group in groups:
+        for parameter in group.fsdp_params:
+            policy = parameter.mp_policy
+            count = prod(parameter._orig_size)
+            stored_itemsize = parameter.sharded_param.itemsize
+            sent_itemsize = policy.param_dtype.itemsize if policy.param_dtype else stored_itemsize
+            gradient_itemsize = policy.reduce_dtype.itemsize if policy.reduce_dtype else sent_itemsize
+            weight_bytes += count * sent_itemsize
+            if group.post_forward_mesh_info is not None:  # the backward pass gathers the weights again
+                regathered_bytes += count * sent_itemsize
+            gradient_bytes += count * gradient_itemsize
+            stored_bytes += count * stored_itemsize
+    sent = ShardedWeights(len(groups), weight_bytes, gradient_bytes, regathered_bytes / weight_bytes)
+    return sent, stored_bytes
 
 
 @with_session
 @by_name
 def _tell_root_of_1(current, call, instance, state):
-    """The same for FullyShardedDataParallel's _lazy_init(state, root_module)."""
-    root = state
-    first = root._is_root is None
+    """Print what sharding by FullyShardedDataParallel (FSDP1) costs, before the root's first forward pass.
+
+    A program's own hybrid strategy is not described: nothing could be improved by --holmes-fsdp hybrid.
+    """
+    is_first_call = state._is_root is None
     result = call()
-    flats = [state._handle.flat_param for state in root._all_fsdp_states if state._handle] if first else []
-    hybrid = getattr(root, "_inter_node_pg", None) is not None
-    if flats and root._is_root and current.rank == 0 and (_meshes or not hybrid):
-        kept = sum(flat._unpadded_unsharded_size.numel() * flat.dtype.itemsize for flat in flats)
-        low = root.mixed_precision.param_dtype
-        travels = kept * (low.itemsize / flats[0].dtype.itemsize if low else 1.0)
-        what = ShardedWeights(len(flats), travels, travels)
-        _tell_costs(current, None if hybrid else root.process_group, what, kept)
+    if not is_first_call or not state._is_root or current.rank != 0:
+        return result
+    is_hybrid = getattr(state, "_inter_node_pg", None) is not None
+    if is_hybrid and not _meshes:
+        return result
+    flat_parameters = [unit._handle.flat_param for unit in state._all_fsdp_states if unit._handle]
+    if not flat_parameters:
+        return result
+
+    stored_bytes = sum(
+        flat._unpadded_unsharded_size.numel() * flat.dtype.itemsize for flat in flat_parameters
+    )
+    sent_bytes = float(stored_bytes)
+    sent_dtype = state.mixed_precision.param_dtype
+    if sent_dtype:
+        sent_bytes = stored_bytes * (sent_dtype.itemsize / flat_parameters[0].dtype.itemsize)
+    weights = ShardedWeights(len(flat_parameters), sent_bytes, sent_bytes)
+    group = None if is_hybrid else state.process_group
+    _tell_costs(current, group, weights, stored_bytes)
     return result
 
 
 def _tell_costs(current: Session, group: Any, what: ShardedWeights, kept: float) -> None:
-    """What sharding over a group takes, and hybrid (None: it is in force). kept: the weights' bytes."""
+    """Print the predicted seconds a step that sharding takes, and those of --holmes-fsdp hybrid.
+
+    Args:
+        group: The process group of the shards; None if the hybrid mesh is in use.
+        what: What a step gathers and reduces.
+        kept: Bytes of all weights as they are stored.
+    """
     plan, ranks = current.plan, group_ranks(group)
     clusters = plan.by_cluster(ranks)
     if len(clusters) < 2:

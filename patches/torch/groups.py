@@ -1,6 +1,8 @@
-"""torch.distributed under a plan: who hosts the store, and a NIC for every process group.
+"""Gives every process group of torch.distributed the NIC that the plan assigns to the group's ranks.
 
-Whatever makes a group (also DeviceMesh) ends in _new_process_group_helper, all but split_group.
+All ways to make a group, DeviceMesh included, call _new_process_group_helper, except for split_group. So a
+wrapper around each of these two functions sees all groups. Two further wrappers adapt the rendezvous store to
+renumbered ranks, and the end of gloo's groups.
 """
 
 from __future__ import annotations
@@ -28,11 +30,16 @@ _C10D = "torch.distributed.distributed_c10d"
 @with_session
 @by_name
 def _host_store_where_launched(current, call, instance, rank):
-    """Host on the launcher's rank 0, whose address MASTER_ADDR is, whatever rank the process has now."""
-    store = call(rank=current.process.rank)
+    """Create the rendezvous store on the launcher's rank 0, which runs at MASTER_ADDR.
+
+    The plan may have renumbered the ranks, so that the job's rank 0 runs on another node.
+    """
+    store = call(rank=current.process.rank)  # the launcher's rank, not the renumbered one
     if not current.process.agent_store:
         return store
-    # torchrun's agents keep it when they restart the job: away from the addresses that dead ranks left there
+
+    # torchrun's agents keep the store when they restart a job. A prefix for each start hides the addresses
+    # that the ranks of the last start left there.
     from torch.distributed import PrefixStore
 
     return PrefixStore(current.round, store)
@@ -53,20 +60,29 @@ def _give_group_its_nic(
     pg_options=None,  # before torch 2.6
     group_desc=None,
 ):
-    """GLOO_SOCKET_IFNAME for gloo and fresh options with net_name for NCCL, while the group is made."""
-    if not global_ranks_in_group:
+    """Make a process group on the NIC that the plan assigns to the ranks of the group.
+
+    gloo reads the NIC from GLOO_SOCKET_IFNAME, which is set while the group is made. NCCL gets it as net_name
+    in the group's options. Before the default group is made, all ranks compare their plans and patches.
+    """
+    is_default_group = not global_ranks_in_group
+    if is_default_group:
         agree_on_patches(store, current, waits=str(backend) != "fake")
     ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
     if current.rank not in ranks:
         return call()
-    options_name, options = "backend_options", backend_options
-    if not call.accepts(options_name):
-        options_name, options = "pg_options", pg_options
-    named = set(backends(str(backend)).values())
-    current.backends |= named
-    if "nccl" in named:
+
+    if call.accepts("backend_options"):
+        options_name = "backend_options"
+        options = backend_options
+    else:
+        options_name = "pg_options"
+        options = pg_options
+    backend_names = set(backends(str(backend)).values())
+    current.backends |= backend_names
+    if "nccl" in backend_names:
         options = _options(current, ranks, options, timeout)
-    if "gloo" in named:
+    if "gloo" in backend_names:
         forget_before_exit()
     with gloo_interface(current.transport(ranks, "gloo")):
         new_group = call(**{options_name: options})
@@ -79,14 +95,20 @@ def _give_group_its_nic(
 def _give_split_group_its_nic(
     current, call, instance, parent_pg, split_ranks, timeout, pg_options, group_desc=None
 ):
-    """The same for split_group, whose default is the parent's options: all but its network still are."""
+    """Split a process group, and put this rank's part on the NIC that the plan assigns to the part's ranks.
+
+    A call without options inherits those of the parent group, of which only the network is replaced.
+    """
     import torch.distributed as dist
 
     parent: Any = parent_pg or dist.group.WORLD
-    my_part = next((part for part in split_ranks or () if dist.get_rank(parent) in part), None)
+    my_rank = dist.get_rank(parent)
+    my_part = next((part for part in split_ranks or () if my_rank in part), None)
     if my_part is None:
         return call()
-    ranks, backend = tuple(dist.get_global_rank(parent, rank) for rank in my_part), backend_of(parent)
+
+    ranks = tuple(dist.get_global_rank(parent, rank) for rank in my_part)
+    backend = backend_of(parent)
     if backend == "nccl":
         pg_options = _options(current, ranks, pg_options, timeout, options_of(parent))
     with gloo_interface(current.transport(ranks, "gloo")):
@@ -98,7 +120,12 @@ def _give_split_group_its_nic(
 @with_session
 @by_name
 def _let_threads_forget(current, call, instance):
-    """Before groups end: a thread of gloo that waits for Python holds the lock that their end needs."""
+    """Wait until gloo's threads have released the tensors of the last operation, then end process groups.
+
+    To release them, a thread of gloo waits for the interpreter's lock, and holds a lock of the group.
+    DistributedDataParallel ends its group with the interpreter's lock held, for which it needs the group's
+    lock: without the wait both could stop for ever.
+    """
     if "gloo" in current.backends:
         let_threads_forget()
     return call()

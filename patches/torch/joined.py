@@ -101,20 +101,28 @@ def _offset(name: str, p: Any) -> int:
 
 
 @by_name
-def _share_out(call, instance, num_replicas, rank):
-    """DistributedSampler: index i of the shuffled data set is job i mod K's, however many ranks jobs have."""
-    job, jobs = training.part()
-    if jobs == 1:
+def _sample_job_part(call, instance, num_replicas, rank):
+    """Make a DistributedSampler give this job its part of the data set (--holmes-outer part=k/K).
+
+    DistributedSampler deals the shuffled indices to `num_replicas` ranks in turn. The ranks of job k of K
+    (k from 0), which has R ranks, take the numbers k, k + K, k + 2 K, ... among K * R replicas. So the job
+    reads the indices i with i mod K = k, whatever number of ranks the other jobs have.
+    """
+    job, job_count = training.part()
+    if job_count == 1:
         return call()
+
     import torch.distributed as dist
 
     training.share()
-    ranks = dist.get_world_size() if num_replicas is None else num_replicas
-    mine = dist.get_rank() if rank is None else rank
-    return call(num_replicas=jobs * ranks, rank=job + jobs * mine)
+    if num_replicas is None:
+        num_replicas = dist.get_world_size()
+    if rank is None:
+        rank = dist.get_rank()
+    return call(num_replicas=job_count * num_replicas, rank=job + job_count * rank)
 
 
 PATCHES = (
     Patch(JOINED, "torch.utils.data.distributed:DistributedSampler.__init__",
-          "joined jobs read different parts of one data set", _share_out),
+          "joined jobs read different parts of one data set", _sample_job_part),
 )  # fmt: skip

@@ -24,27 +24,33 @@ from holmes_ext.runtime.groups.receive_order import listed_passes
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 from holmes_ext.runtime.session import Session
 
-#: schedule -> torch's runtime with the plan's passes (None where its own run), and whether that leaves
-#: gradients undivided: before torch 2.10 it divides after full backward passes alone.
+#: schedule -> torch's runtime with the plan's passes (None: the schedule keeps its own passes), and whether
+#: that runtime leaves gradients undivided by the number of micro-batches: before torch 2.10 it divides only
+#: after full backward passes.
 _listed: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
-#: Stages whose passes are the plan's.
+#: Stages that run the plan's passes -> their weight gradients.
 _stages: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.WeakKeyDictionary()
 
 
 @with_session
 @by_name
 def _step(current, call, instance):
-    """step(), of schedules of one stage on a rank."""
+    """Run a training step of a schedule with one stage a rank, in the plan's order of passes if it has one.
+
+    torch's runtime for lists of actions runs the plan's order; it is made before the schedule's first step.
+    """
     if not instance._has_backward:
         return call()
     if instance not in _listed:
         _listed[instance] = _made(current, instance)
-    runtime, undivided = _listed[instance]
+    runtime, leaves_gradients_undivided = _listed[instance]
     if runtime is None:
         return call()
+
     outputs = runtime.step(*call.args, **call.kwargs)
-    if undivided:
-        instance._stage.scale_grads(instance._n_microbatches if instance.scale_grads else 1)
+    if leaves_gradients_undivided:
+        divisor = instance._n_microbatches if instance.scale_grads else 1
+        instance._stage.scale_grads(divisor)
     return outputs
 
 
@@ -110,6 +116,7 @@ def _with_receives(actions: list[Any], planned: PassOrder, stage: int) -> list[A
 
 @by_name
 def _forward(call, instance, fwd_chunk_id):
+    """Run a micro-batch's forward pass such that linear layers can compute weight gradients later."""
     if instance not in _stages or not instance.has_backward:
         return call()
     with _stages[instance].of(fwd_chunk_id):
@@ -118,7 +125,12 @@ def _forward(call, instance, fwd_chunk_id):
 
 @by_name
 def _backward(call, instance, bwd_chunk_id, full_backward, last_backward):
-    """In one for autograd, without what waits."""
+    """Run a micro-batch's backward pass without the weight gradients of linear layers.
+
+    For autograd it is always a full backward pass, since linear layers keep what their weight gradients need
+    (WeightGradients). If the schedule asks for a full pass, those gradients are computed right after it;
+    otherwise in _weights().
+    """
     if instance not in _stages:
         return call()
     result = call(full_backward=True, last_backward=False)
@@ -129,6 +141,7 @@ def _backward(call, instance, bwd_chunk_id, full_backward, last_backward):
 
 @by_name
 def _weights(call, instance, bwd_chunk_id, last_backward=False):
+    """Compute the weight gradients of linear layers that the micro-batch's backward pass left out."""
     if instance not in _stages:
         return call()
     call.refuse_unknown()

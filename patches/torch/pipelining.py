@@ -26,6 +26,7 @@ from typing import Any
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch import ddp
+from holmes_ext.patches.torch.buckets import Buckets
 from holmes_ext.patches.torch.features import PIPELINING
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
@@ -35,7 +36,7 @@ from holmes_ext.runtime.session import Session
 
 #: pipeline group -> the other's rank -> the pair's group.
 _pairs: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-#: Of the schedule that runs: stage -> what scales its gradients once they are reduced.
+#: Stages of the step that runs, whose reductions are not finished -> the postponed call of scale_grads.
 _open: dict[Any, Callable[[], Any]] = {}
 
 
@@ -87,7 +88,11 @@ def _unreduced(schedule: Any, stages: Any) -> str:
 
 
 class _Works(list[Any]):
-    """What _batch_p2p returns: works, one by one, from torch 2.8 on; before, one that is waited for."""
+    """Works of several batches, as _batch_p2p returns them.
+
+    Its callers wait for a single Work before torch 2.8, and later for each Work of a list. A list with wait()
+    serves both.
+    """
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
         for work in self:
@@ -96,49 +101,69 @@ class _Works(list[Any]):
 
 @by_name
 def _over_pairs(call, instance, p2p_ops):
-    """_batch_p2p: the operations of each pair over its group; a batch has one group."""
-    if not p2p_ops or not (groups := _pairs.get(p2p_ops[0].group)):
+    """Send and receive each message over the process group of its pair of ranks.
+
+    A call of _batch_p2p may have one group only, so the messages are sorted into one call for each pair.
+    """
+    if not p2p_ops:
         return call()
+    pair_group_of = _pairs.get(p2p_ops[0].group)
+    if not pair_group_of:
+        return call()
+
     import torch.distributed as dist
 
-    of_group = defaultdict(list)
+    ops_of_group = defaultdict(list)
     for op in p2p_ops:
-        over = groups.get(op.peer, op.group)  # a skip connection's ends are no neighbours
-        of_group[over].append(dist.P2POp(op.op, op.tensor, op.peer, over, op.tag))
+        # The ends of a skip connection are no neighbours: their messages stay on the pipeline's group.
+        group = pair_group_of.get(op.peer, op.group)
+        ops_of_group[group].append(dist.P2POp(op.op, op.tensor, op.peer, group, op.tag))
     works = _Works()
-    for ops in of_group.values():
+    for ops in ops_of_group.values():
         started = call(p2p_ops=ops)
-        works += started if isinstance(started, list) else [started]
+        if isinstance(started, list):
+            works += started
+        else:
+            works.append(started)
     return works
 
 
 @with_session
 @by_name
 def _step(current, call, instance):
-    """step(), of schedules of one stage on a rank and of several."""
+    """Run a step of a schedule, and wait for the stages' gradient reductions only at the end of the step.
+
+    Stock waits for a stage's reduction in the last backward pass of the stage, which delays the gradient that
+    the preceding stage needs. Until the end of the step _scale() keeps the division of the gradients back.
+    """
     global _open
-    stages = getattr(instance, "_stages", None) or [instance._stage]
+    stages = getattr(instance, "_stages", None) or [instance._stage]  # several stages a rank, or one
     _prepare(current, instance, stages)
-    trained = stages if instance._has_backward else ()
-    waiting = {stage: state for stage in trained if (state := ddp.begin_later(stage.submod))}
-    if not waiting:  # a step inside another's (passes.py), too
+    buckets_of: dict[Any, Buckets] = {}
+    if instance._has_backward:
+        for stage in stages:
+            buckets = ddp.begin_later(stage.submod)
+            if buckets:
+                buckets_of[stage] = buckets
+    if not buckets_of:  # also in a step that another schedule's step runs (passes.py)
         return call()
-    _open = dict.fromkeys(waiting, lambda: None)
+
+    _open = dict.fromkeys(buckets_of, lambda: None)
     try:
         result = call()
-        for stage, state in waiting.items():
-            state.finish()
+        for stage, buckets in buckets_of.items():
+            buckets.finish()
             _open[stage]()
     finally:
         _open = {}
-        for state in waiting.values():
-            state.later = None
+        for buckets in buckets_of.values():
+            buckets.later = None
     return result
 
 
 @by_name
 def _scale(call, instance):
-    """scale_grads(grad_scale_factor), which divides gradients by the number of micro-batches."""
+    """Postpone the division of a stage's gradients by the number of micro-batches until they are reduced."""
     if instance not in _open:
         return call()
     _open[instance] = call

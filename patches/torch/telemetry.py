@@ -1,12 +1,13 @@
-"""Telemetry's and the watchdog's view of a job's communication: torch's process groups.
+"""Records a job's communication for telemetry and the watchdog, where torch starts it and waits for it.
 
-Python code reaches the network through the methods of two classes of torch's:
+Python code reaches the network through the methods of two classes of torch, which are replaced here:
 
-    dist.all_reduce, send, ... -> ProcessGroup.allreduce, send, ...   an operation starts
-                                  Work.wait                           the program waits for one
+    ProcessGroup.allreduce, send, ...   start an operation (called by dist.all_reduce, dist.send, ...)
+    Work.wait                           makes the program wait for an operation
 
-torch's own C++ (functional collectives) goes past them; DistributedDataParallel's reducer comes by here where
-telemetry is on (ddp.py). Without a recorder each costs one look.
+Operations that torch's C++ code starts (functional collectives) are not seen. DistributedDataParallel's are,
+because with telemetry its buckets are reduced from Python (ddp.py). Without a recorder each method costs one
+additional comparison.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def _wait(original: Any) -> Any:
 
 @by_name
 def _start_coalescing(call, instance):
+    """Begin a list of the operations that a block of coalesced operations starts on a process group."""
     if telemetry.recorder is not None:
         telemetry.recorder.coalescing[id(instance)] = []
     return call()
@@ -87,7 +89,7 @@ def _start_coalescing(call, instance):
 
 @by_name
 def _end_coalescing(call, instance):
-    """The one work of a block stands for all its operations."""
+    """End a block of coalesced operations, and time all of them by the one Work that torch returns for it."""
     work = call()
     if telemetry.recorder is not None:
         telemetry.recorder.block_ended(instance, work)

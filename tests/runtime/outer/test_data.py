@@ -47,8 +47,8 @@ def test_a_stream_is_the_script_s_own(second_of_three):
 
 def test_the_trainer_s_loader_is_of_the_part_and_its_data_set_stays_whole(second_of_three):
     trainer = SimpleNamespace(train_dataset=list(range(8)))
-    loader = joined_data._share_out(lambda: list(trainer.train_dataset), trainer, (), {})
+    loader = joined_data._load_job_part(lambda: list(trainer.train_dataset), trainer, (), {})
     assert loader == [1, 4, 7] and trainer.train_dataset == list(range(8))
     with pytest.raises(ValueError):
-        joined_data._share_out(lambda: [].index(1), trainer, (), {})
+        joined_data._load_job_part(lambda: [].index(1), trainer, (), {})
     assert trainer.train_dataset == list(range(8))
