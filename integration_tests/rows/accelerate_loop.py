@@ -30,7 +30,8 @@ def main() -> nn.Module:
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
     model = nn.Sequential(*layers)
     rows = torch.randn(ROWS * MICRO_BATCHES * 100, WIDTH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # AdamW's steps would be the same with gradients that are wrong by a factor.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     loader = DataLoader(TensorDataset(rows), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     done = 0

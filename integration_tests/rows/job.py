@@ -184,18 +184,18 @@ class Runs:
         assert isinstance(self.job.checkpoints, Checkpoints)
         if self.job.checkpoints.exact_in_stock:
             return self.stock.losses[SAVED:]
-        return self._run("stock from stock", self._load("stock", self.stock)).losses
+        return self._run("stock-from-stock", self._load("stock", self.stock)).losses
 
     @cached_property
     def holmes_from_stock(self) -> Run:
         """The steps after SAVED under holmes, from stock's checkpoint."""
         words = (*self._load("stock", self.stock), *self.job.holmes)
-        return self._run("holmes from stock", words, self.job.holmes_env)
+        return self._run("holmes-from-stock", words, self.job.holmes_env)
 
     @cached_property
     def stock_from_holmes(self) -> Run:
         """The steps after SAVED by stock, from holmes's checkpoint."""
-        return self._run("stock from holmes", self._load("holmes", self.holmes))
+        return self._run("stock-from-holmes", self._load("holmes", self.holmes))
 
     @property
     def telemetry(self) -> Path:
@@ -220,11 +220,11 @@ class Runs:
     def _save(self, side: str) -> tuple[str, ...]:
         if isinstance(self.job.checkpoints, str):
             return ()
-        return in_folder(self.job.checkpoints.save, self.folder / f"saved by {side}")
+        return in_folder(self.job.checkpoints.save, self.folder / f"saved-by-{side}")
 
     def _load(self, side: str, _saved_by: Run) -> tuple[str, ...]:
         assert isinstance(self.job.checkpoints, Checkpoints)
-        folder = self.folder / f"saved by {side}"
+        folder = self.folder / f"saved-by-{side}"
         self.job.checkpoints.rewind(folder)
         return in_folder(self.job.checkpoints.load, folder)
 
@@ -242,7 +242,7 @@ class Runs:
         assert result.returncode == 0, f"{name}: status {result.returncode}\n{first[-4000:]}"
         text = "\n".join(result.outputs.values())
         losses = command.read(follows_plan(result), log)
-        if "from" in name and isinstance(self.job.checkpoints, Checkpoints):
+        if "-from-" in name and isinstance(self.job.checkpoints, Checkpoints):
             losses = self.job.checkpoints.resumed_losses(losses)
         return Run(losses, text)
 
