@@ -1,4 +1,4 @@
-"""What the integration tests start on emulated clusters, and what it printed, logged and sent."""
+"""Starts the jobs of the integration tests on emulated clusters, and reads what they print, log and send."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ from holmes_ext.lab.gpu.watcher import Watcher, wait_watched
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration_tests" / "scripts"
 CLUSTER = ROOT / "examples" / "clusters" / "two_clusters_4.toml"
-#: All exhaustive tests run, over NCCL the others, too.
+#: Whether all exhaustive tests run. Over NCCL, the tests without the mark over_nccl then run, too.
 FULL = os.environ.get("HOLMES_TEST_FULL") == "1"
-#: How frameworks are told which device there is, and not to compile for it.
+#: Environment variables that name the device to DeepSpeed, which then compiles no operators for it.
 FRAMEWORKS = {"DS_ACCELERATOR": "cuda" if ON_GPUS else "cpu", "DS_BUILD_OPS": "0"}
 if ON_GPUS:
     FRAMEWORKS |= LESS_MEMORY
-#: Of a test that the short run over NCCL has, too (HOLMES_TEST_CARRIER=nccl); with HOLMES_TEST_FULL=1 it has
-#: all.
+#: Mark of a test that runs over NCCL (HOLMES_TEST_CARRIER=nccl) without HOLMES_TEST_FULL=1, too.
 over_nccl = pytest.mark.over_nccl
 
 
 class LabOf:
-    """A lab of one cluster file, nodes launched in turn (a0, b0, a1, b1): what a scheduler that knows nothing
-    does."""
+    """An emulated site and its cluster file.
+
+    Ranks alternate between the clusters (a0, b0, a1, b1), as a scheduler that knows no clusters may
+    place them.
+    """
 
     def __init__(self, file: Path, lab: Lab, spec: SiteSpec | None = None):
-        """spec: of the file, where it names some of the lab's nodes only."""
+        """Use the nodes of the lab, or, with `spec`, only those that the file names."""
         self.file, self.lab, self.spec = file, lab, spec or lab.spec
         self.order = interleave(self.spec)
         #: The flags with which a script runs under holmes.
@@ -56,11 +58,14 @@ class LabOf:
         return way(argv, **{"order": self.order, "preload": preload, "env": env, **more})
 
     def start(self, *command: str, **more):
-        """The job of a command (a script's path and arguments, unless it starts with "sh") on every node."""
+        """Start a command on every node: a Python script with its arguments, or "sh" with its own."""
         return self._with(self.lab.start, *command, **more)
 
     def run(self, *command: str, timeout: float = 240, **more):
-        """start(), to its end. On emulated GPUs what hangs fails with the circle of its waits."""
+        """Run a command on every node and wait for its end.
+
+        On emulated GPUs, a deadlock fails the test with the operations that wait for each other.
+        """
         if not EMULATED:
             return follows_plan(self._with(self.lab.run, *command, timeout=timeout, **more))
         job = self.start(*command, timeout=3 * timeout, **more)
@@ -70,20 +75,20 @@ class LabOf:
         return follows_plan(watched.result)
 
     def json(self, result) -> list[dict]:
-        """The JSON line that each rank printed last, in rank order as the script saw it."""
+        """Return the JSON line that each rank printed last, sorted by the rank that the line gives."""
         assert result.returncode == 0, result.outputs
         lines = [json.loads(result.stdout[rank].strip().splitlines()[-1]) for rank in result.stdout]
         return sorted(lines, key=lambda line: line["rank"])
 
     def sent(self, before) -> dict[str, dict[str, float]]:
-        """MB that every NIC sent since the counters `before`."""
+        """Return the MB that every NIC of every node sent since the counters `before` were read."""
         after = self.lab.counters()
         return {node: {nic: (after[node][nic][1] - before[node][nic][1]) / 1e6 for nic in nics}
                 for node, nics in after.items()}
 
 
 def lab_fixture(cluster: str | Path, scope: str = "module"):
-    """A fixture: the lab of a cluster.toml, or of its text."""
+    """Return a pytest fixture that starts the lab of a cluster.toml, given by path or as text."""
 
     @pytest.fixture(scope=scope)
     def started(tmp_path_factory):
@@ -98,19 +103,19 @@ def lab_fixture(cluster: str | Path, scope: str = "module"):
 
 
 def follows_plan(result):
-    """`result`, whose job has told no difference from its plan (runtime/watch/as_planned.py)."""
-    unlike = [line for line in said(result) if "not as planned" in line]
-    assert not unlike, unlike
+    """Return `result`. The test fails if the job printed a difference from its plan."""
+    differences = [line for line in said(result) if "not as planned" in line]
+    assert not differences, differences
     return result
 
 
 def fast(nics) -> float:
-    """Of the MB of a node's NICs those of its fast one."""
+    """Return the MB of a node's fast NIC: of its NICs besides eth0, the one with the most."""
     return max(mb for nic, mb in nics.items() if nic != "eth0")
 
 
 def said(result) -> list[str]:
-    """The lines that holmes printed, on any rank."""
+    """Return the lines that holmes printed on any rank."""
     return [line for output in result.outputs.values() for line in output.splitlines() if "holmes:" in line]
 
 
@@ -125,12 +130,12 @@ PRELOAD = ("torch", "deepspeed")
 
 
 def launch(clusters: LabOf, *command, env=None, **more):
-    """A script that uses DeepSpeed; the lab's result."""
+    """Run a script that uses DeepSpeed."""
     return clusters.run(*command, preload=PRELOAD, env=env, **more)
 
 
 def train(clusters: LabOf, log: Path, *flags, size=SIZE, expect: int = 0, **more) -> str:
-    """Run the DeepSpeed example, which must end with status `expect`; what all its ranks printed."""
+    """Run the DeepSpeed example, and return what all ranks printed. It must end with status `expect`."""
     result = launch(clusters, TRAIN, *size, "--log", str(log), *flags, **more)
     text = "".join(result.outputs.values())
     assert result.returncode == expect, text
@@ -138,25 +143,24 @@ def train(clusters: LabOf, log: Path, *flags, size=SIZE, expect: int = 0, **more
 
 
 def losses(log: Path) -> list[float]:
-    """Of every step."""
+    """Return the loss of every step from a log of JSON lines."""
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 
 def same(some_losses, others, tolerance: float = 1e-6) -> bool:
-    """Whether two runs' losses agree at every step."""
+    """Return whether the losses of two runs agree in every step."""
     return max(abs(a - b) for a, b in zip(some_losses, others, strict=True)) <= tolerance
 
 
 def stages_of(text: str) -> tuple[int, ...]:
-    """Layers (specs) of each stage as the DeepSpeed example prints them."""
+    """Return the number of layers in each stage, as the DeepSpeed example prints them."""
     found = re.search(r"data \d+, stages of ([0-9+]+) layers", text)
     assert found, text
     return tuple(map(int, found[1].split("+")))
 
 
 def megatron_core() -> Version | None:
-    """The version of the megatron.core that would be imported, installed or a checkout's; None: there is
-    none."""
+    """Return the version of the megatron.core that would be imported, or None if there is none."""
     spec = find_spec("megatron.core") if find_spec("megatron") else None
     if spec is None or spec.origin is None:
         return None

@@ -42,7 +42,7 @@ DEVICE = "cuda" if ON_GPUS else "cpu"
 LESS_MEMORY = {"NCCL_MAX_P2P_NCHANNELS": "4", "NCCL_BUFFSIZE": str(1 << 18)} if not PHYSICAL else {}
 #: No rank may begin to use the GPU before it is forked.
 NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-#: Of what is gloo's or the CPU's own, and of what NCCL alone has.
+#: Marks of tests for what only gloo or the CPU has, and for what only NCCL has.
 gloo_only = pytest.mark.skipif(ON_GPUS, reason="runs over gloo alone: make test")
 gpu_only = pytest.mark.skipif(not ON_GPUS, reason="runs over NCCL alone: make gpu")
 

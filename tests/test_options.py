@@ -61,6 +61,7 @@ def test_enable_options():
 
 
 def test_twins_in_the_environment_are_values_of_flags():
+    """HOLMES_TELEMETRY sets --holmes-telemetry. Empty and unknown variables set nothing."""
     environ = {"HOLMES_TELEMETRY": "runs", "HOLMES_CLUSTER": "", "HOLMES_DEBUG_OF_OTHERS": "1"}
     assert from_environment(environ) == {"telemetry": "runs"}
 

@@ -1,4 +1,4 @@
-"""conftest.py: what needed a second try is printed at the very end."""
+"""Tests that pytest's output ends with the tests that passed only at the second try (conftest.py)."""
 
 import shutil
 import subprocess
@@ -23,15 +23,22 @@ def test_flaky():
 
 
 def test_second_tries_are_named_last(tmp_path):
+    """The last lines name a test that was rerun, with its first error; without --reruns there are none."""
     pytest.importorskip("pytest_rerunfailures")
     shutil.copy(ROOT / "conftest.py", tmp_path)
     (tmp_path / "test_it.py").write_text(FLAKY)
-    plugins = ["-p", "no:cacheprovider", "-o", f"pythonpath={ROOT / 'tests'}"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--reruns", "1", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    *_, head, last = done.stdout.splitlines()
-    assert (head.startswith("1 needed a second try") and "test_it.py::test_flaky" in last
-            and "only the first" in last)
-    command[-3:-1] = []
-    assert "second try" not in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    settings = ["-p", "no:cacheprovider", "-o", f"pythonpath={ROOT / 'tests'}"]
+
+    def run_pytest(*flags):
+        command = [sys.executable, "-m", "pytest", "-q", *settings, *flags, "test_it.py"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    with_reruns = run_pytest("--reruns", "1")
+    assert with_reruns.returncode == 0, with_reruns.stdout
+    *_, heading, last_line = with_reruns.stdout.splitlines()
+    assert heading.startswith("1 needed a second try")
+    assert "test_it.py::test_flaky" in last_line
+    assert "only the first" in last_line
+
+    without_reruns = run_pytest()
+    assert "second try" not in without_reruns.stdout

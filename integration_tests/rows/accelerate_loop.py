@@ -1,6 +1,10 @@
-"""A training loop on Hugging Face's Accelerate, which knows nothing of holmes.
+"""Trains a small model in a loop of Hugging Face's Accelerate. The script does not use holmes.
 
-    accelerate launch accelerate_loop.py --log-file FILE [--save DIR --save-after STEP] [--load DIR]
+    accelerate launch accelerate_loop.py --log-file FILE [--save DIR --save-after STEP]
+    accelerate launch accelerate_loop.py --log-file FILE --load DIR --save-after STEP
+
+The second form resumes from the checkpoint in DIR, which was saved after STEP. The main process
+writes one JSON line with the mean loss of each step to FILE.
 """
 
 import argparse
@@ -11,7 +15,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-WIDTH, ROWS, MICRO_BATCHES = 64, 4, 2
+WIDTH = 64  # features of every layer
+ROWS = 4  # of a micro-batch
+MICRO_BATCHES = 2  # whose gradients a step accumulates
 
 
 def main() -> nn.Module:
@@ -21,29 +27,33 @@ def main() -> nn.Module:
     parser.add_argument("--log-file", required=True)
     parser.add_argument("--save", help="folder of the checkpoint")
     parser.add_argument("--save-after", type=int, default=0, help="step after which it is saved")
-    parser.add_argument("--load", help="folder of the checkpoint to go on from")
+    parser.add_argument("--load", help="folder of the checkpoint to resume from")
     args = parser.parse_args()
 
-    cpu = not torch.accelerator.is_available()
-    accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=MICRO_BATCHES)
+    on_cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=MICRO_BATCHES)
     torch.manual_seed(1)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
     model = nn.Sequential(*layers)
-    rows = torch.randn(ROWS * MICRO_BATCHES * 100, WIDTH)
+    rows = torch.randn(ROWS * MICRO_BATCHES * 100, WIDTH)  # for 100 steps of one rank
     # AdamW's steps would be the same with gradients that are wrong by a factor.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     loader = DataLoader(TensorDataset(rows), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    done = 0
+
+    steps_done = 0
     if args.load:
         accelerator.load_state(args.load)
-        done = args.save_after
-    batches = iter(accelerator.skip_first_batches(loader, done * MICRO_BATCHES))
-    log = open(args.log_file, "w") if accelerator.is_main_process else None
-    for step in range(done + 1, args.steps + 1):
+        steps_done = args.save_after
+    micro_batches = iter(accelerator.skip_first_batches(loader, steps_done * MICRO_BATCHES))
+    log = None
+    if accelerator.is_main_process:
+        log = open(args.log_file, "w")
+
+    for step in range(steps_done + 1, args.steps + 1):
         losses = []
         for _ in range(MICRO_BATCHES):
-            (batch,) = next(batches)
+            (batch,) = next(micro_batches)
             with accelerator.accumulate(model):
                 loss = (model(batch) - batch.roll(1, dims=1)).square().mean()
                 accelerator.backward(loss)
@@ -51,9 +61,10 @@ def main() -> nn.Module:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.detach())
-        mean = accelerator.reduce(torch.stack(losses).mean(), reduction="mean")
+        mean_loss = accelerator.reduce(torch.stack(losses).mean(), reduction="mean")
         if log:
-            print(json.dumps({"step": step, "loss": mean.item()}), file=log, flush=True)
+            line = {"step": step, "loss": mean_loss.item()}
+            print(json.dumps(line), file=log, flush=True)
         if args.save and step == args.save_after:
             accelerator.save_state(args.save)
     accelerator.end_training()
@@ -61,4 +72,5 @@ def main() -> nn.Module:
 
 
 if __name__ == "__main__":
-    trained = main()  # lives as long as the process, for the reason in train.py
+    # The variable keeps the model alive until the process ends, for the reason given in train.py.
+    trained_model = main()

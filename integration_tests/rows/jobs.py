@@ -1,6 +1,7 @@
-"""The jobs of README's table, one or more for each part of each row.
+"""Lists the jobs of README's table "your job": at least one for each entry of each row.
 
-Every job has two clusters: a and b's NICs identify them, so `--holmes` is all that a command adds.
+The nodes of every job form two clusters, a (InfiniBand) and b (RoCE), joined by Ethernet. The NICs
+identify the clusters, so that `--holmes` needs no cluster.toml.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,178 +20,258 @@ from integration_tests.gpu import commands
 from integration_tests.gpu.commands import LOG, Command
 from integration_tests.jobs import MEGATRON, ON_CPU, PRELOAD_MEGATRON, ROOT, SIZE, losses
 from integration_tests.rows.job import (
+    CHECKPOINT_FOLDER,
     EXACT,
-    FOLDER,
-    SAVED,
+    NO_VARIABLES,
+    SAVED_STEP,
     STEPS,
     Checkpoints,
     Group,
     Job,
-    installed,
+    python_path,
 )
-from integration_tests.stacks.torchtitan_job import INSTALLED as TORCHTITAN
+from integration_tests.stacks.torchtitan_job import INSTALLED as TORCHTITAN_FOLDER
 
 HERE = ROOT / "integration_tests" / "rows"
 EXAMPLES = ROOT / "examples"
-COUNT = ("--steps", str(STEPS))
-LAYERS = "--layers 4 --hidden 64 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4".split()
 
-INSIDE = frozenset({Group("data", "inside", "ib"), Group("data", "inside", "roce")})
-ACROSS = frozenset({Group("data", "across", "ethernet")})
-TWO_LEVELS = INSIDE | ACROSS
-WORLD = frozenset({Group("world", "across", "ethernet")})
-PIPELINE = INSIDE | {Group("pipeline", "across", "ethernet")}
+# Arguments of the scripts. LOG stands for the file to which a script writes the loss of each step.
+
+STEPS_FLAG = ("--steps", str(STEPS))
+LOG_FLAG = ("--log-file", LOG)
+#: Model and batch of examples/fsdp2 and examples/torch_pipelining: a transformer of four layers.
+FOUR_LAYERS = "--layers 4 --hidden 64 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4".split()
+#: Model and batch of examples/trainer and examples/lightning.
+TWO_LAYERS = "--layers 2 --hidden 64 --sequence 16 --micro-batch 2 --micro-batches 2".split()
+
+# Process groups that the report must list.
+
+#: Data-parallel groups inside each cluster.
+DATA_INSIDE_CLUSTERS = frozenset(
+    {
+        Group(kind="data", where="inside", fabric="ib"),
+        Group(kind="data", where="inside", fabric="roce"),
+    }
+)
+#: The two levels of a hierarchical all-reduce: inside each cluster, and across both.
+TWO_LEVELS = DATA_INSIDE_CLUSTERS | {Group(kind="data", where="across", fabric="ethernet")}
+#: One group of all ranks: holmes does not split the collectives of the job into levels.
+WORLD = frozenset({Group(kind="world", where="across", fabric="ethernet")})
+#: A pipeline stage in each cluster: gradients stay inside, activations cross.
+STAGE_A_CLUSTER = DATA_INSIDE_CLUSTERS | {
+    Group(kind="pipeline", where="across", fabric="ethernet")
+}
+
+#: Checkpoints of a script with --save, --save-after and --load.
+SAVE_AFTER = Checkpoints(
+    save_arguments=("--save", CHECKPOINT_FOLDER, "--save-after", str(SAVED_STEP)),
+    load_arguments=("--load", CHECKPOINT_FOLDER),
+)
+#: holmes shards FSDP weights inside each cluster and replicates them across the clusters.
+HYBRID_FSDP = ("--holmes", "--holmes-fsdp", "hybrid")
 
 
 def read_log(result: RunResult, log: Path) -> list[float]:
+    """Return the losses that a script wrote to its log."""
     return losses(log)
 
 
-def script(*words: str, preload: tuple[str, ...] = ("torch",), read=read_log,
-           env: dict[str, str] | None = None) -> Callable[[Path], Command]:
-    """Return what makes the command of a script that needs no preparation."""
+def script(
+    path: Path,
+    *arguments: str,
+    preload: tuple[str, ...] = ("torch",),
+    read: Callable[[RunResult, Path], list[float]] = read_log,
+    env: Mapping[str, str] = NO_VARIABLES,
+) -> Callable[[Path], Command]:
+    """Return a Job.command for a script that needs no files to be prepared.
 
-    def made(folder: Path) -> Command:
-        return Command(words[0], words, folder, preload, read, env or {})
+    Args:
+        preload: Modules that the lab loads once, before it forks a process for each rank.
+        read: Returns the losses of the run, from its output or its log.
+    """
 
-    return made
+    def command(folder: Path) -> Command:
+        return Command(
+            name=path.name,
+            words=(str(path), *arguments),
+            folder=folder,
+            preload=preload,
+            read=read,
+            env=env,
+        )
 
-
-def saved_in(*save: str, **more) -> Checkpoints:
-    """Return the checkpoints of a script with --save, --save-after and --load."""
-    return Checkpoints(("--save", FOLDER, "--save-after", str(SAVED)), ("--load", FOLDER), **more)
+    return command
 
 
 # Any script, and torch itself.
 
-TRAIN = (str(HERE / "train.py"), "--log-file", LOG, *COUNT)
-LAUNCHED = "the launcher starts processes; checkpoints are tested with the frameworks"
+
+def train_script(*arguments: str) -> Callable[[Path], Command]:
+    return script(HERE / "train.py", *LOG_FLAG, *STEPS_FLAG, *arguments)
 
 
-def launched(part: str, **more) -> Job:
-    """Return the job of a launcher: a loop that sums its gradients by hand."""
-    return Job(part, script(*TRAIN), WORLD, LAUNCHED, names_reductions=False, **more)
+def loop_job(entry: str, **fields) -> Job:
+    """Return a job for an entry about how processes start.
+
+    The script reduces gradients by its own all-reduces over all ranks, which holmes leaves as they
+    are. Checkpoints do not depend on the launcher, so that this job saves none.
+
+    Args:
+        fields: More fields of the Job.
+    """
+    return Job(
+        entry=entry,
+        command=train_script(),
+        groups=WORLD,
+        checkpoints=None,
+        reports_reductions=False,
+        **fields,
+    )
 
 
-def torch_job(part: str, groups: frozenset[Group], *words: str, **more) -> Job:
-    return Job(part, script(*TRAIN, *words), groups, saved_in(), **more)
-
-
-# -S: this Python does not read .pth files, so nothing but -m can switch holmes on.
-WITHOUT_PTH = "env PYTHONPATH={site} {{python}} -S -m holmes_ext {{words}}".format(
-    site=installed(str(ROOT), sysconfig.get_path("purelib"))
+#: -S: this Python reads no .pth files, so that only `-m holmes_ext` can switch holmes on.
+PYTHON_WITHOUT_PTH = "env PYTHONPATH={folders} {{python}} -S -m holmes_ext {{words}}".format(
+    folders=python_path(str(ROOT), sysconfig.get_path("purelib"))
 )
 
-TORCH = (
-    launched("torchrun", launcher="torchrun"),
-    launched("srun", launcher="srun"),
-    launched("mpirun", launcher="mpirun"),
-    launched("deepspeed", launcher="deepspeed"),
-    launched(
+TORCH_JOBS = (
+    loop_job("torchrun", launcher="torchrun"),
+    loop_job("srun", launcher="srun"),
+    loop_job("mpirun", launcher="mpirun"),
+    loop_job("deepspeed", launcher="deepspeed"),
+    loop_job(
         "a launcher that takes no flags",
-        holmes=(),
+        holmes_arguments=(),
         holmes_env={"HOLMES": "1"},
         shell="{python} {words}",
     ),
-    launched("a Python that ignores .pth files", holmes=(), shell=WITHOUT_PTH),
-    torch_job("DDP", TWO_LEVELS, "--way", "ddp", features=frozenset({"ddp"})),
+    loop_job("a Python that ignores .pth files", holmes_arguments=(), shell=PYTHON_WITHOUT_PTH),
     Job(
-        "torch's pipelining",
-        script(str(EXAMPLES / "torch_pipelining" / "train.py"), *LAYERS, *COUNT, "--log-file", LOG),
-        PIPELINE,
-        saved_in(),
-        features=frozenset({"pipelining", "ddp"}),
-        names_reductions=False,
+        entry="DDP",
+        command=train_script("--way", "ddp"),
+        groups=TWO_LEVELS,
+        checkpoints=SAVE_AFTER,
+        features=frozenset({"ddp"}),
     ),
     Job(
-        "FSDP2",
-        script(str(EXAMPLES / "fsdp2" / "train.py"), *LAYERS, *COUNT, "--log-file", LOG),
-        TWO_LEVELS,
-        saved_in(),
-        holmes=("--holmes", "--holmes-fsdp", "hybrid"),
-        features=frozenset({"fsdp"}),
-        names_reductions=False,
-    ),
-    Job(
-        "HSDP",
-        script(
-            str(EXAMPLES / "fsdp2" / "train.py"), *LAYERS, *COUNT, "--replicas", "2", "--log-file", LOG
+        entry="torch's pipelining",
+        command=script(
+            EXAMPLES / "torch_pipelining" / "train.py", *FOUR_LAYERS, *STEPS_FLAG, *LOG_FLAG
         ),
-        TWO_LEVELS,
-        saved_in(),
-        features=frozenset({"fsdp"}),
-        names_reductions=False,
+        groups=STAGE_A_CLUSTER,
+        checkpoints=SAVE_AFTER,
+        features=frozenset({"pipelining", "ddp"}),
+        reports_reductions=False,
     ),
-    torch_job(
-        "FSDP1",
-        TWO_LEVELS,
-        "--way",
-        "fsdp1",
-        holmes=("--holmes", "--holmes-fsdp", "hybrid"),
+    Job(
+        entry="FSDP2",
+        command=script(EXAMPLES / "fsdp2" / "train.py", *FOUR_LAYERS, *STEPS_FLAG, *LOG_FLAG),
+        groups=TWO_LEVELS,
+        checkpoints=SAVE_AFTER,
+        holmes_arguments=HYBRID_FSDP,
         features=frozenset({"fsdp"}),
-        names_reductions=False,
+        reports_reductions=False,
     ),
-    torch_job(
-        "a plain torch loop", TWO_LEVELS, "--way", "loop", holmes=("--way", "reducer", "--holmes")
+    Job(
+        entry="HSDP",
+        command=script(
+            EXAMPLES / "fsdp2" / "train.py",
+            *FOUR_LAYERS,
+            *STEPS_FLAG,
+            *("--replicas", "2"),
+            *LOG_FLAG,
+        ),
+        groups=TWO_LEVELS,
+        checkpoints=SAVE_AFTER,
+        features=frozenset({"fsdp"}),
+        reports_reductions=False,
+    ),
+    Job(
+        entry="FSDP1",
+        command=train_script("--way", "fsdp1"),
+        groups=TWO_LEVELS,
+        checkpoints=SAVE_AFTER,
+        holmes_arguments=HYBRID_FSDP,
+        features=frozenset({"fsdp"}),
+        reports_reductions=False,
+    ),
+    Job(
+        entry="a plain torch loop",
+        command=train_script("--way", "loop"),
+        groups=TWO_LEVELS,
+        checkpoints=SAVE_AFTER,
+        holmes_arguments=("--way", "reducer", "--holmes"),  # the table changes this script
     ),
 )
 
-# Hugging Face, Lightning.
+# Hugging Face and Lightning.
 
-SMALL = "--layers 2 --hidden 64 --sequence 16 --micro-batch 2 --micro-batches 2".split()
-HUGGING_FACE = ("torch", "transformers.trainer")
-ACCELERATE = (
+TRAINER_MODULES = ("torch", "transformers.trainer")
+#: `accelerate launch` on each node, which then starts the one rank of that node.
+ACCELERATE_LAUNCH = (
     "{python} -m accelerate.commands.launch --cpu --num_processes 4 --num_machines 4"
     " --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR --main_process_port $MASTER_PORT"
     " {words}"
 )
 
 
-def newest_is_saved(folder: Path) -> None:
-    """Remove what Trainer saves at its end: --resume takes the newest checkpoint."""
-    shutil.rmtree(folder / f"checkpoint-{STEPS}", ignore_errors=True)
+def remove_last_of_trainer(checkpoint_folder: Path) -> None:
+    """Remove the checkpoint that Trainer saves at its end, because --resume takes the newest."""
+    shutil.rmtree(checkpoint_folder / f"checkpoint-{STEPS}", ignore_errors=True)
 
 
-FRAMEWORKS = (
+TRAINER_JOBS = (
     Job(
-        "Trainer",
-        script(
-            str(EXAMPLES / "trainer" / "train.py"), *SMALL, *COUNT, "--log-file", LOG,
-            preload=HUGGING_FACE,
+        entry="Trainer",
+        command=script(
+            EXAMPLES / "trainer" / "train.py",
+            *TWO_LAYERS,
+            *STEPS_FLAG,
+            *LOG_FLAG,
+            preload=TRAINER_MODULES,
         ),
-        TWO_LEVELS,
-        Checkpoints(
-            ("--output", FOLDER, "--save-steps", str(SAVED)),
-            ("--output", FOLDER, "--resume"),
-            rewind=newest_is_saved,
+        groups=TWO_LEVELS,
+        checkpoints=Checkpoints(
+            save_arguments=("--output", CHECKPOINT_FOLDER, "--save-steps", str(SAVED_STEP)),
+            load_arguments=("--output", CHECKPOINT_FOLDER, "--resume"),
+            rewind=remove_last_of_trainer,
         ),
         features=frozenset({"ddp"}),
         packages=("transformers", "accelerate"),
     ),
     Job(
-        "Accelerate",
-        script(str(HERE / "accelerate_loop.py"), *COUNT, "--log-file", LOG, preload=("torch", "accelerate")),
-        TWO_LEVELS,
-        Checkpoints(
-            ("--save", FOLDER, "--save-after", str(SAVED)),
-            ("--load", FOLDER, "--save-after", str(SAVED)),
+        entry="Accelerate",
+        command=script(
+            HERE / "accelerate_loop.py",
+            *STEPS_FLAG,
+            *LOG_FLAG,
+            preload=("torch", "accelerate"),
         ),
-        shell=ACCELERATE,
+        groups=TWO_LEVELS,
+        checkpoints=Checkpoints(
+            save_arguments=("--save", CHECKPOINT_FOLDER, "--save-after", str(SAVED_STEP)),
+            # The script takes the number of steps to skip from --save-after.
+            load_arguments=("--load", CHECKPOINT_FOLDER, "--save-after", str(SAVED_STEP)),
+        ),
+        shell=ACCELERATE_LAUNCH,
         features=frozenset({"ddp"}),
         packages=("accelerate",),
     ),
     Job(
-        "Lightning",
-        script(
-            str(EXAMPLES / "lightning" / "train.py"), *SMALL, *COUNT, "--log-file", LOG,
-            preload=(*HUGGING_FACE, "lightning"),
+        entry="Lightning",
+        command=script(
+            EXAMPLES / "lightning" / "train.py",
+            *TWO_LAYERS,
+            *STEPS_FLAG,
+            *LOG_FLAG,
+            preload=(*TRAINER_MODULES, "lightning"),
         ),
-        TWO_LEVELS,
-        # Lightning's Trainer does not skip the batches of an epoch that it has trained on.
-        Checkpoints(
-            ("--output", FOLDER, "--save-steps", str(SAVED)),
-            ("--output", FOLDER, "--resume"),
-            exact_in_stock=False,
+        groups=TWO_LEVELS,
+        checkpoints=Checkpoints(
+            save_arguments=("--output", CHECKPOINT_FOLDER, "--save-steps", str(SAVED_STEP)),
+            load_arguments=("--output", CHECKPOINT_FOLDER, "--resume"),
+            # Lightning resumes in an epoch without skipping the batches it has trained on.
+            resumes_exactly=False,
         ),
         features=frozenset({"ddp", "lightning-ranks"}),
         packages=("lightning", "transformers"),
@@ -199,23 +280,30 @@ FRAMEWORKS = (
 
 # DeepSpeed.
 
-DEEPSPEED = ("torch", "deepspeed")
+DEEPSPEED_MODULES = ("torch", "deepspeed")
 
 
-def latest_is_saved(folder: Path) -> None:
-    (folder / "latest").write_text(f"step{SAVED}")
+def rewind_deepspeed(checkpoint_folder: Path) -> None:
+    """Make the checkpoint of SAVED_STEP the one that DeepSpeed loads by default."""
+    (checkpoint_folder / "latest").write_text(f"step{SAVED_STEP}")
 
 
-def zero(stage: int) -> Job:
-    words = (str(ROOT / "integration_tests" / "gpu" / "zero.py"), "--stage", str(stage), *COUNT)
-    two_levels = stage < 3  # the collectives of ZeRO 3 stay DeepSpeed's own
+def zero_job(stage: int) -> Job:
+    """Return the job of one ZeRO stage. In stage 3 holmes leaves DeepSpeed's collectives alone."""
+    has_two_levels = stage < 3
     return Job(
-        "DeepSpeed's ZeRO 0 to 3",
-        script(*words, preload=DEEPSPEED, read=commands._printed),
-        TWO_LEVELS if two_levels else WORLD,
-        saved_in(),
+        entry="DeepSpeed's ZeRO 0 to 3",
         variant=f"ZeRO {stage}",
-        names_reductions=two_levels,
+        command=script(
+            ROOT / "integration_tests" / "gpu" / "zero.py",
+            *("--stage", str(stage)),
+            *STEPS_FLAG,
+            preload=DEEPSPEED_MODULES,
+            read=commands._printed,
+        ),
+        groups=TWO_LEVELS if has_two_levels else WORLD,
+        checkpoints=SAVE_AFTER,
+        reports_reductions=has_two_levels,
         features=frozenset({"two-level", "telemetry-deepspeed"}),
         packages=("deepspeed",),
     )
@@ -223,120 +311,151 @@ def zero(stage: int) -> Job:
 
 DEEPSPEED_JOBS = (
     Job(
-        "DeepSpeed's pipeline engine",
-        script(
-            str(EXAMPLES / "deepspeed_pipeline" / "train.py"), *SIZE, *COUNT, "--stages", "2", "--log",
-            LOG, preload=DEEPSPEED,
+        entry="DeepSpeed's pipeline engine",
+        command=script(
+            EXAMPLES / "deepspeed_pipeline" / "train.py",
+            *SIZE,
+            *STEPS_FLAG,
+            *("--stages", "2"),
+            *("--log", LOG),
+            preload=DEEPSPEED_MODULES,
         ),
-        PIPELINE,
-        Checkpoints(
-            ("--save", FOLDER, "--save-every", str(SAVED)), ("--load", FOLDER), rewind=latest_is_saved
+        groups=STAGE_A_CLUSTER,
+        checkpoints=Checkpoints(
+            save_arguments=("--save", CHECKPOINT_FOLDER, "--save-every", str(SAVED_STEP)),
+            load_arguments=("--load", CHECKPOINT_FOLDER),
+            rewind=rewind_deepspeed,
         ),
-        holmes=("--holmes", "--holmes-sizes", "pipeline=2"),
+        holmes_arguments=("--holmes", "--holmes-sizes", "pipeline=2"),
         features=frozenset({"deepspeed-p2p", "deepspeed-edges", "overlap", "telemetry-deepspeed"}),
-        stages=2,
+        pipeline_stages=2,
         tolerance=EXACT,
         packages=("deepspeed",),
     ),
-    *(zero(stage) for stage in range(4)),
+    *(zero_job(stage) for stage in range(4)),
 )
 
 # Megatron.
 
-
-def latest_of_megatron_core(folder: Path) -> None:
-    file = folder / "latest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "step": SAVED}))
-
-
-def latest_of_megatron(folder: Path) -> None:
-    """Make the checkpoint of step SAVED the newest, for Megatron's trackers and for DeepSpeed's."""
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
-    if (folder / "latest").exists():
-        (folder / "latest").write_text(f"global_step{SAVED}")
+#: Arguments of Megatron-LM and Megatron-DeepSpeed. Of a flag that is given twice, the last counts.
+MEGATRON_STEPS = ("--train-iters", str(STEPS))
+MEGATRON_SAVE = ("--save", CHECKPOINT_FOLDER, "--save-interval", str(SAVED_STEP))
 
 
-def second_of_two(printed: list[float]) -> list[float]:
+def rewind_megatron_core_example(checkpoint_folder: Path) -> None:
+    """Make the checkpoint of SAVED_STEP the one that examples/megatron_core resumes from."""
+    file = checkpoint_folder / "latest.json"
+    latest = json.loads(file.read_text())
+    latest["step"] = SAVED_STEP
+    file.write_text(json.dumps(latest))
+
+
+def rewind_megatron(checkpoint_folder: Path) -> None:
+    """Make the checkpoint of SAVED_STEP the newest one, in the files of Megatron and of DeepSpeed."""
+    (checkpoint_folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED_STEP))
+    deepspeed_file = checkpoint_folder / "latest"
+    if deepspeed_file.exists():
+        deepspeed_file.write_text(f"global_step{SAVED_STEP}")
+
+
+def losses_of_megatron_lm(printed: list[float]) -> list[float]:
     """Return the losses of the two steps after a resume.
 
-    Megatron-LM (stock too) prints the first, then the mean of both: its mean does not start anew
-    after the first report of a resumed run.
+    Megatron-LM prints the mean loss since its last report, but after the first report of a resumed
+    job it does not reset that mean (without holmes, too): the second number is the mean of both steps.
     """
-    first, mean = printed
-    return [first, 2 * mean - first]
+    first, mean_of_both = printed
+    return [first, 2 * mean_of_both - first]
 
 
-SAVING = ("--save", FOLDER, "--save-interval", str(SAVED))
-ITERATIONS = ("--train-iters", str(STEPS))
+def megatron_core_job(program: Path, variant: str, **fields) -> Job:
+    """Return a job of examples/megatron_core.
 
-
-def megatron_core(program: str, variant: str, **more) -> Job:
-    words = (*MEGATRON, "--pipeline", "2", "--micro-batches", "4", *COUNT, "--log", LOG)
+    Args:
+        program: The example, or a program that calls the example.
+        variant: How holmes is switched on.
+        fields: More fields of the Job.
+    """
+    arguments = (*MEGATRON, "--pipeline", "2", "--micro-batches", "4", *STEPS_FLAG, "--log", LOG)
     return Job(
-        "megatron-core",
-        script(program, *words, preload=PRELOAD_MEGATRON, env={"PYTHONPATH": installed(ON_CPU)}),
-        PIPELINE,
-        Checkpoints(
-            ("--save", FOLDER, "--save-every", str(SAVED)),
-            ("--load", FOLDER),
-            rewind=latest_of_megatron_core,
-        ),
+        entry="megatron-core",
         variant=variant,
-        stages=2,
+        command=script(
+            program, *arguments, preload=PRELOAD_MEGATRON, env={"PYTHONPATH": python_path(ON_CPU)}
+        ),
+        groups=STAGE_A_CLUSTER,
+        checkpoints=Checkpoints(
+            save_arguments=("--save", CHECKPOINT_FOLDER, "--save-every", str(SAVED_STEP)),
+            load_arguments=("--load", CHECKPOINT_FOLDER),
+            rewind=rewind_megatron_core_example,
+        ),
+        pipeline_stages=2,
         tolerance=EXACT,
         packages=("megatron.core",),
-        **more,
+        **fields,
     )
 
 
-def with_words(command: Command, *words: str) -> Command:
-    """Return the command with more words. The last one of a flag that is given twice counts."""
-    return replace(command, words=(*command.words, *words))
+def with_arguments(command: Command, *arguments: str) -> Command:
+    """Return the command with arguments added at its end."""
+    return replace(command, words=(*command.words, *arguments))
 
 
 def megatron_lm(folder: Path) -> Command:
-    """Without the distributed optimizer, whose checkpoints Megatron-LM does not load on CPUs."""
+    """Return the command of pretrain_gpt.py in Megatron-LM, without the distributed optimizer.
+
+    Megatron-LM does not load checkpoints of the distributed optimizer on CPUs.
+    """
     command = commands.megatron_lm(folder, find_checkout("Megatron-LM"))
     words = tuple(word for word in command.words if word != "--use-distributed-optimizer")
-    return replace(command, words=(*words, *ITERATIONS))
+    return with_arguments(replace(command, words=words), *MEGATRON_STEPS)
 
 
 def megatron_deepspeed(folder: Path) -> Command:
+    """Return the command of pretrain_gpt.py in Megatron-DeepSpeed, with ZeRO 1."""
     checkout = find_checkout("Megatron-DeepSpeed")
-    return with_words(commands.megatron_deepspeed(folder, checkout, 1), *ITERATIONS)
+    command = commands.megatron_deepspeed(folder, checkout, 1)
+    return with_arguments(command, *MEGATRON_STEPS)
 
 
 MEGATRON_JOBS = (
-    megatron_core(
-        str(EXAMPLES / "megatron_core" / "train.py"), "--holmes", names_reductions=False
+    megatron_core_job(
+        EXAMPLES / "megatron_core" / "train.py",
+        variant="--holmes",
+        reports_reductions=False,  # the flag does not give the number of stages
     ),
-    megatron_core(
-        str(HERE / "megatron_core_call.py"),
-        "initialize_model_parallel",
-        holmes=("--call-holmes",),
+    megatron_core_job(
+        HERE / "megatron_core_call.py",
+        variant="initialize_model_parallel",
+        holmes_arguments=("--call-holmes",),
     ),
     Job(
-        "Megatron-LM's pretrain_gpt.py",
-        megatron_lm,
-        PIPELINE,
-        Checkpoints(
-            SAVING,
-            ("--load", FOLDER, "--exit-on-missing-checkpoint"),
-            rewind=latest_of_megatron,
-            resumed_losses=second_of_two,
+        entry="Megatron-LM's pretrain_gpt.py",
+        command=megatron_lm,
+        groups=STAGE_A_CLUSTER,
+        checkpoints=Checkpoints(
+            save_arguments=MEGATRON_SAVE,
+            load_arguments=("--load", CHECKPOINT_FOLDER, "--exit-on-missing-checkpoint"),
+            rewind=rewind_megatron,
+            losses_by_step=losses_of_megatron_lm,
         ),
-        stages=2,
+        pipeline_stages=2,
         packages=("pybind11",),
         checkout="Megatron-LM",
     ),
     Job(
-        "Megatron-DeepSpeed's pretrain_gpt.py",
-        megatron_deepspeed,
-        PIPELINE,
-        Checkpoints(SAVING, ("--load", FOLDER), rewind=latest_of_megatron),
-        holmes_env={"STAND_INS": ""},  # holmes serves what current packages lack
+        entry="Megatron-DeepSpeed's pretrain_gpt.py",
+        command=megatron_deepspeed,
+        groups=STAGE_A_CLUSTER,
+        checkpoints=Checkpoints(
+            save_arguments=MEGATRON_SAVE,
+            load_arguments=("--load", CHECKPOINT_FOLDER),
+            rewind=rewind_megatron,
+        ),
+        # Stock needs stand-ins for what current packages no longer have; holmes brings its own.
+        holmes_env={"STAND_INS": ""},
         features=frozenset({"deepspeed-edges", "overlap"}),
-        stages=2,
+        pipeline_stages=2,
         packages=("deepspeed", "pybind11", "regex", "six", "transformers"),
         checkout="Megatron-DeepSpeed",
     ),
@@ -346,26 +465,32 @@ MEGATRON_JOBS = (
 
 
 def torchtitan(folder: Path) -> Command:
-    """HSDP, which also saves: the command of integration_tests/gpu only loads a seed checkpoint."""
+    """Return the command of torchtitan with HSDP on four ranks, which may save checkpoints."""
     command = commands.torchtitan(folder, "HSDP", 4)
-    words = tuple(word for word in command.words if word != "--checkpoint.load_only")
+    words = [word for word in command.words if word != "--checkpoint.load_only"]
     return replace(command, words=(*words, "--training.steps", str(STEPS)))
 
 
 TORCHTITAN_JOBS = (
     Job(
-        "torchtitan",
-        torchtitan,
-        TWO_LEVELS,
-        Checkpoints(
-            ("--checkpoint.interval", str(SAVED), "--checkpoint.folder", FOLDER),
-            ("--checkpoint.load_step", str(SAVED), "--checkpoint.folder", FOLDER),
+        entry="torchtitan",
+        command=torchtitan,
+        groups=TWO_LEVELS,
+        checkpoints=Checkpoints(
+            save_arguments=(
+                *("--checkpoint.interval", str(SAVED_STEP)),
+                *("--checkpoint.folder", CHECKPOINT_FOLDER),
+            ),
+            load_arguments=(
+                *("--checkpoint.load_step", str(SAVED_STEP)),
+                *("--checkpoint.folder", CHECKPOINT_FOLDER),
+            ),
         ),
         features=frozenset({"fsdp"}),
-        names_reductions=False,
+        reports_reductions=False,
         packages=("tokenizers",),
-        folder=TORCHTITAN,
+        installed_in=TORCHTITAN_FOLDER,
     ),
 )
 
-JOBS = (*TORCH, *FRAMEWORKS, *DEEPSPEED_JOBS, *MEGATRON_JOBS, *TORCHTITAN_JOBS)
+JOBS = (*TORCH_JOBS, *TRAINER_JOBS, *DEEPSPEED_JOBS, *MEGATRON_JOBS, *TORCHTITAN_JOBS)

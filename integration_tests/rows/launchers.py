@@ -11,11 +11,15 @@ from integration_tests.launchers.bench import PAIR, Bench
 from integration_tests.launchers.cases import deepspeed, hostfile, mpirun, torchrun
 from integration_tests.rows.job import Job
 
+LAUNCHER_TIMEOUT_S = 300
+
 
 class StartByLauncher:
-    """A node of each cluster with two ranks each, and the daemons of Slurm and ssh.
+    """Starts a job by the launcher that Job.launcher names, on two nodes with two ranks each.
 
-    srun and mpirun deal ranks to the nodes in turn, so that holmes must renumber them.
+    One node belongs to cluster a, the other one to cluster b. Slurm and ssh run on both. srun and
+    mpirun number the ranks in turn over the nodes (a0, b0, a0, b0), so that holmes has to renumber
+    them.
     """
 
     nodes = ("a0", "a0", "b0", "b0")
@@ -30,17 +34,19 @@ class StartByLauncher:
     def __exit__(self, *reason: object) -> None:
         self.bench.__exit__(*reason)
 
-    def __call__(self, job: Job, command: Command, words: Sequence[str], env: Mapping[str, str],
-                 shell: str) -> RunResult:
+    def __call__(
+        self, job: Job, command: Command, arguments: Sequence[str], env: Mapping[str, str], shell: str
+    ) -> RunResult:
         bench = self.bench
-        bench.script = list(words)
-        if job.launcher == "torchrun":
+        bench.script = list(arguments)
+        if job.launcher == "torchrun":  # the user starts it on every node
             programs = [bench.daemons.program(torchrun(bench), host) for host in bench.order]
-            return bench.lab.start_programs(programs, timeout=300).wait()
+            return bench.lab.start_programs(programs, timeout=LAUNCHER_TIMEOUT_S).wait()
+
         if job.launcher == "srun":
-            argv = ["srun", *bench.all, "--distribution=cyclic", *bench.job]
+            command_line = ["srun", *bench.all, "--distribution=cyclic", *bench.job]
         elif job.launcher == "mpirun":
-            argv = mpirun(bench, "--hostfile", hostfile(bench), "--map-by", "node")
+            command_line = mpirun(bench, "--hostfile", hostfile(bench), "--map-by", "node")
         else:
-            argv = deepspeed(bench)
-        return bench.daemons.run(argv, timeout=300)
+            command_line = deepspeed(bench)
+        return bench.daemons.run(command_line, timeout=LAUNCHER_TIMEOUT_S)

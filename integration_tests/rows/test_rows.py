@@ -1,11 +1,11 @@
-"""Every row of README's table "your job", end to end: stock and holmes train, save, resume and report alike.
+"""Tests every entry of README's table "your job" from end to end.
 
-A job is launched four times at most, and all tests of it share these runs:
+Each job is launched at most four times, and all of its tests share these runs:
 
-    stock                5 steps, a checkpoint after step 3
-    holmes               the same, with what README's table adds, and with telemetry
-    holmes from stock    steps 4 and 5 from stock's checkpoint
-    stock from holmes    steps 4 and 5 from holmes's checkpoint
+    stock                5 steps without holmes, a checkpoint after step 3
+    holmes               the same with what README's table adds to the command, and with telemetry
+    holmes_from_stock    steps 4 and 5 with holmes, from the checkpoint of stock
+    stock_from_holmes    steps 4 and 5 without holmes, from the checkpoint of holmes
 """
 
 import pytest
@@ -13,22 +13,27 @@ from carriers import ON_GPUS
 from summary import readme_rows
 
 from integration_tests.jobs import ROOT
-from integration_tests.rows.job import SAVED, STEPS, Checkpoints, Runs, StartInLab, patched
+from integration_tests.rows.job import SAVED_STEP, STEPS, Runs, StartInLab, patched_features
 from integration_tests.rows.jobs import JOBS
 from integration_tests.rows.launchers import StartByLauncher
 
-#: Patches without which no job runs as planned.
-ALWAYS = {"ranks", "nics", "telemetry"}
-TORCHRUN = next(job for job in JOBS if job.launcher == "torchrun")
+JOB_TIMEOUT_S = 1800  # for all runs that a test starts
+#: Features that holmes patches in every job.
+FEATURES_OF_EVERY_JOB = {"ranks", "nics", "telemetry"}
+#: Parts of a line in which holmes says that something does not work as planned.
+TROUBLES = ("not as planned", "not patched:", "is off:")
+#: The report's name of the cluster of a node, by the first letter of the node's name.
+CLUSTER_OF = {"a": "ib", "b": "roce"}
+TORCHRUN_JOB = next(job for job in JOBS if job.launcher == "torchrun")
 
 
-def each(jobs):
-    """Parametrize a test by jobs, each with the mark of what README's table calls it."""
-    marked = [
-        pytest.param(job, id=job.name, marks=[pytest.mark.row(job.part), pytest.mark.timeout(1800)])
-        for job in jobs
-    ]
-    return pytest.mark.parametrize("runs", marked, indirect=True)
+def for_each(jobs):
+    """Parametrize a test over the runs of jobs, marked with their entries in README's table."""
+    parameters = []
+    for job in jobs:
+        marks = [pytest.mark.row(job.entry), pytest.mark.timeout(JOB_TIMEOUT_S)]
+        parameters.append(pytest.param(job, id=job.name, marks=marks))
+    return pytest.mark.parametrize("runs", parameters, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,84 +43,111 @@ def launchers(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs_of_jobs():
-    """The runs of each job by its name."""
+def runs_by_job_name():
+    """Start empty; the fixture `runs` adds the runs of each job when a test first needs them."""
     return {}
 
 
 @pytest.fixture
-def runs(request, runs_of_jobs, tmp_path_factory):
-    """The runs of a job, which all tests share. Each is made when a test first needs it."""
+def runs(request, runs_by_job_name, tmp_path_factory):
+    """Return the runs of the test's job, which all tests of the job share."""
 
     def runs_of(job):
-        if job.name not in runs_of_jobs:
-            if job.launcher:
-                start = request.getfixturevalue("launchers")
-            else:
-                start = StartInLab(request.getfixturevalue("two_clusters"))
-            # srun and mpirun start no script that wants torchrun's variables without holmes.
-            stock_of = runs_of(TORCHRUN) if job.launcher and job is not TORCHRUN else None
-            folder = tmp_path_factory.mktemp("runs")
-            runs_of_jobs[job.name] = Runs(job, start, folder, ON_GPUS, stock_of)
-        return runs_of_jobs[job.name]
+        if job.name in runs_by_job_name:
+            return runs_by_job_name[job.name]
+        if job.launcher:
+            start = request.getfixturevalue("launchers")
+        else:
+            start = StartInLab(request.getfixturevalue("two_clusters"))
+        # The script reads torchrun's environment variables. srun and mpirun do not set them, so that
+        # without holmes only torchrun can start the script.
+        stock_of = None
+        if job.launcher and job is not TORCHRUN_JOB:
+            stock_of = runs_of(TORCHRUN_JOB)
+        runs_by_job_name[job.name] = Runs(
+            job=job,
+            start=start,
+            folder=tmp_path_factory.mktemp("runs"),
+            on_gpus=ON_GPUS,
+            stock_of=stock_of,
+        )
+        return runs_by_job_name[job.name]
 
-    request.param.skip_without_needs()
-    if request.param.launcher and ON_GPUS:
+    job_of_test = request.param
+    job_of_test.skip_if_not_installed()
+    if job_of_test.launcher and ON_GPUS:
         pytest.skip("the lab's launchers start jobs on gloo; their rows are tested there")
-    return runs_of(request.param)
+    return runs_of(job_of_test)
 
 
-def assert_same(losses, expected, tolerance):
-    assert len(losses) == len(expected)
-    assert max(abs(a - b) for a, b in zip(losses, expected)) <= tolerance, (losses, expected)
+def assert_close(losses, expected_losses, tolerance):
+    assert len(losses) == len(expected_losses)
+    differences = [abs(loss - expected) for loss, expected in zip(losses, expected_losses)]
+    assert max(differences) <= tolerance, (losses, expected_losses)
 
 
-@each(JOBS)
+@for_each(JOBS)
 def test_losses_are_stocks(runs):
-    stock = runs.stock.losses
-    assert len(stock) == STEPS and stock[-1] < stock[0]
+    """A job has the losses of stock in every step under holmes, and stock itself learns."""
+    stock_losses = runs.stock.losses
+    assert len(stock_losses) == STEPS
+    assert stock_losses[-1] < stock_losses[0]
     assert not runs.stock.holmes_lines
-    assert_same(runs.holmes.losses, stock, runs.job.tolerance)
+    assert_close(runs.holmes.losses, stock_losses, runs.job.tolerance)
 
 
-@each([job for job in JOBS if isinstance(job.checkpoints, Checkpoints)])
+@for_each([job for job in JOBS if job.checkpoints])
 def test_checkpoints_pass_between_stock_and_holmes(runs):
-    """A resumed run has the losses of the run that was not stopped."""
-    expected = runs.losses_after_saving
-    assert len(expected) == STEPS - SAVED
-    assert_same(runs.holmes_from_stock.losses, expected, runs.job.tolerance)
-    assert_same(runs.stock_from_holmes.losses, expected, runs.job.tolerance)
-    assert runs.holmes_from_stock.holmes_lines and not runs.stock_from_holmes.holmes_lines
+    """A run that is resumed on the other side has the losses of the run that was not interrupted."""
+    expected_losses = runs.losses_after_saving
+    assert len(expected_losses) == STEPS - SAVED_STEP
+    assert_close(runs.holmes_from_stock.losses, expected_losses, runs.job.tolerance)
+    assert_close(runs.stock_from_holmes.losses, expected_losses, runs.job.tolerance)
+    assert runs.holmes_from_stock.holmes_lines
+    assert not runs.stock_from_holmes.holmes_lines
 
 
-@each(JOBS)
+@for_each(JOBS)
 def test_all_is_as_planned_and_no_feature_is_off(runs):
-    resumes = isinstance(runs.job.checkpoints, Checkpoints)
-    for run in [runs.holmes, *([runs.holmes_from_stock] if resumes else [])]:
+    """holmes finds both clusters, patches every feature of the job and reports no trouble."""
+    runs_with_holmes = [runs.holmes]
+    if runs.job.checkpoints:
+        runs_with_holmes.append(runs.holmes_from_stock)
+    for run in runs_with_holmes:
         assert "2 clusters: ib (" in run.text
-        for trouble in ("not as planned", "not patched:", "is off:"):
+        for trouble in TROUBLES:
             assert trouble not in run.text, run.holmes_lines
-        assert patched(run) >= ALWAYS | runs.job.features
-    assert runs.figures["done"]["differences"] == []
+        assert patched_features(run) >= FEATURES_OF_EVERY_JOB | runs.job.features
+    assert runs.report_json["done"]["differences"] == []
 
 
-@each(JOBS)
+@for_each(JOBS)
 def test_the_report_names_ranks_groups_and_stages(runs):
-    figures, nodes = runs.figures, runs.start.nodes
-    assert figures["world"] == len(nodes) and figures["notes"] == []
-    clusters = {"a": "ib", "b": "roce"}
-    ranks = [(row["rank"], row["node"], row["cluster"]) for row in figures["ranks"]]
-    assert ranks == [(rank, node, clusters[node[0]]) for rank, node in enumerate(nodes)]
-    groups = {(row["kind"], row["where"], row["fabric"]) for row in figures["rows"]}
-    assert groups >= {(group.kind, group.where, group.fabric) for group in runs.job.groups}
-    stages = {stage for stage, *_ in figures["done"]["reductions"]}
-    assert stages == (set(range(runs.job.stages)) if runs.job.names_reductions else set())
-    if runs.job.stages > 1:  # holmes runs the pipeline's messages
-        assert len(figures["done"]["in_flight"]) == runs.job.stages
-    for _, node, cluster in ranks:
+    """`holmes report` lists where each rank ran, the process groups and the pipeline's stages."""
+    report, nodes = runs.report_json, runs.start.nodes
+    assert report["world"] == len(nodes)
+    assert report["notes"] == []
+
+    reported_ranks = [(row["rank"], row["node"], row["cluster"]) for row in report["ranks"]]
+    expected_ranks = [(rank, node, CLUSTER_OF[node[0]]) for rank, node in enumerate(nodes)]
+    assert reported_ranks == expected_ranks
+    for _, node, cluster in expected_ranks:
         assert any(line.split()[1:3] == [node, cluster] for line in runs.report.splitlines())
+
+    reported_groups = {(row["kind"], row["where"], row["fabric"]) for row in report["rows"]}
+    assert reported_groups >= {(group.kind, group.where, group.fabric) for group in runs.job.groups}
+
+    stages_with_reductions = {stage for stage, *_ in report["done"]["reductions"]}
+    if runs.job.reports_reductions:
+        assert stages_with_reductions == set(range(runs.job.pipeline_stages))
+    else:
+        assert stages_with_reductions == set()
+    if runs.job.pipeline_stages > 1:
+        assert len(report["done"]["in_flight"]) == runs.job.pipeline_stages
 
 
 def test_jobs_are_those_of_readmes_table():
-    entries = {entry for row in readme_rows((ROOT / "README.md").read_text()) for entry in row}
-    assert {job.part for job in JOBS} == entries
+    """Every entry of the table has a job, and every job an entry."""
+    rows = readme_rows((ROOT / "README.md").read_text())
+    entries = {entry for row in rows for entry in row}
+    assert {job.entry for job in JOBS} == entries

@@ -1,4 +1,4 @@
-"""A small model that learns by data parallelism. The script knows of holmes only with --way reducer.
+"""Trains a small model by data parallelism. The script uses holmes only with `--way reducer`.
 
     train.py --log-file FILE [--way loop|reducer|ddp|fsdp1] [--save DIR [--save-after STEP]] [--load DIR]
 
@@ -7,7 +7,8 @@
     ddp       torch's DistributedDataParallel
     fsdp1     torch's FullyShardedDataParallel, all weights sharded over all ranks
 
-FILE gets a JSON line with the mean loss of each step. NCCL on GPUs, gloo on CPUs.
+Rank 0 writes one JSON line with the mean loss of each step to FILE. The process groups use NCCL on
+GPUs and gloo on CPUs.
 """
 
 import argparse
@@ -20,7 +21,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-WIDTH, BLOCKS, ROWS = 64, 4, 8
+WIDTH = 64  # features of every layer
+BLOCKS = 4  # each of a linear layer and tanh
+ROWS = 8  # of a batch
+LEARNING_RATE = 5.0
+#: About one weight matrix (64 * 64 * 4 bytes), so that gradients are reduced in several buckets.
+BUCKET_BYTES = 20_000
 
 
 def parse_args() -> argparse.Namespace:
@@ -30,21 +36,32 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--log-file", required=True)
     parser.add_argument("--save", help="folder of the checkpoint")
     parser.add_argument("--save-after", type=int, default=0, help="step after which it is saved")
-    parser.add_argument("--load", help="folder of the checkpoint to go on from")
+    parser.add_argument("--load", help="folder of the checkpoint to resume from")
     parser.add_argument("--local_rank", "--local-rank", type=int)  # the deepspeed launcher adds it
     return parser.parse_args()
 
 
+def device_of_this_rank() -> torch.device:
+    """Return this rank's GPU, which becomes torch's current device, or the CPU if there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
 def new_model(device: torch.device) -> nn.Module:
+    """Return a model with the same weights on every rank and in every run."""
     torch.manual_seed(1)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)]
     return nn.Sequential(*blocks).to(device)
 
 
-def wrapped(model: nn.Module, way: str, device: torch.device) -> nn.Module:
-    """Return the model as torch's own ways of data parallelism want it."""
+def wrap_model(model: nn.Module, way: str, device: torch.device) -> nn.Module:
+    """Return the model in torch's wrapper for data parallelism, if `way` names one."""
     if way == "ddp":
-        return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
+        return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_BYTES / 1e6)
     if way == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -60,51 +77,58 @@ def average_gradients(model: nn.Module) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def rows_of(step: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the rows that a rank has in a step, the same in every run."""
+def batch_of(step: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Return a rank's batch of a step, which is the same in every run."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(ROWS, WIDTH, generator=generator).to(device)
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: str) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": step}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int:
+    """Load the weights and the optimizer's state, and return the step after which they were saved."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    return state["step"]
 
 
 def main() -> nn.Module:
     """Train, and return the model."""
     args = parse_args()
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
-        torch.accelerator.set_device_index(device.index)
+    device = device_of_this_rank()
     dist.init_process_group()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = wrapped(new_model(device), args.way, device)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = wrap_model(new_model(device), args.way, device)
     # AdamW's steps would be the same with gradients that are wrong by a factor.
-    optimizer = torch.optim.SGD(model.parameters(), lr=5.0, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     reducer = None
     if args.way == "reducer":
         from holmes_ext import GradientReducer
 
-        reducer = GradientReducer(model.named_parameters(), bucket_bytes=20_000)
+        reducer = GradientReducer(model.named_parameters(), bucket_bytes=BUCKET_BYTES)
 
-    done = 0
+    first_step = 1
     if args.load:
-        weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments, "step": 0}
-        dcp.load(state, checkpoint_id=args.load)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        done = state["step"]
+        first_step = load(model, optimizer, args.load) + 1
 
     log = open(args.log_file if rank == 0 else os.devnull, "w")
-    for step in range(done + 1, args.steps + 1):
-        rows = rows_of(step, rank, device)
+    for step in range(first_step, args.steps + 1):
+        batch = batch_of(step, rank, device)
         if reducer:
             reducer.arm()
-        loss = (model(rows) - rows.roll(1, dims=1)).square().mean()
+        loss = (model(batch) - batch.roll(1, dims=1)).square().mean()
         loss.backward()
         if reducer:
             reducer.finish()
@@ -112,20 +136,20 @@ def main() -> nn.Module:
             average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        print(json.dumps({"step": step, "loss": total.item() / ranks}), file=log, flush=True)
+
+        loss_sum = loss.detach().clone()
+        dist.all_reduce(loss_sum)
+        line = {"step": step, "loss": loss_sum.item() / world_size}
+        print(json.dumps(line), file=log, flush=True)
         if args.save and step == args.save_after:
-            weights, moments = get_state_dict(model, optimizer)
-            state = {"model": weights, "optimizer": moments, "step": step}
-            dcp.save(state, checkpoint_id=args.save)
+            save(model, optimizer, step, args.save)
     dist.barrier()
     dist.destroy_process_group()
     return model
 
 
 if __name__ == "__main__":
-    # The model lives as long as the process. DistributedDataParallel holds its process group, and
-    # in torch 2.13 the destructor of a gloo group deadlocks now and then with gloo's threads, which
-    # wait for the interpreter's lock.
-    trained = main()
+    # The variable keeps the model alive until the process ends. DistributedDataParallel holds its
+    # process group, and in torch 2.13 the destructor of a gloo group deadlocks now and then with
+    # gloo's threads, which wait for the interpreter's lock.
+    trained_model = main()

@@ -101,17 +101,25 @@ def test_a_missing_program_is_named_with_its_package(monkeypatch):
 
 @pytest.mark.parametrize("launcher, package", [("mpirun", "openmpi-bin"), ("srun", "slurm-wlm")])
 def test_a_missing_launcher_is_named_with_its_package(launcher, package, monkeypatch):
-    """Before any daemon starts. A command that names another path of the launcher needs nothing on PATH."""
-    def no_daemons(*_):
+    """The lab looks for its launcher on PATH before any daemon starts, and names the package to install.
+
+    A command that names its launcher by path, such as /opt/bin/srun, needs none on PATH.
+    """
+
+    def fail_at_daemons(*_):
         raise HolmesError("the daemons start")
 
+    def start(command):
+        lab = SimpleNamespace(nodes=lay_out(SPEC, 1.0), spec=SPEC)
+        started(lab, launcher, command, order=None, processes=1, env={}, accelerator=None)
+
     monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda *_, **__: None)
-    monkeypatch.setattr("holmes_ext.lab.launchers.command.Daemons", no_daemons)
-    where = {"order": None, "processes": 1, "env": {}, "accelerator": None}
-    for command, expected in ((JOB, f"need `{launcher}`, which is missing; apt-get install {package}"),
-                              ([f"/opt/bin/{launcher}", "true"], "the daemons start")):
-        with pytest.raises(HolmesError, match=expected):
-            started(SimpleNamespace(nodes=lay_out(SPEC, 1.0), spec=SPEC), launcher, command, **where)
+    monkeypatch.setattr("holmes_ext.lab.launchers.command.Daemons", fail_at_daemons)
+    message = f"need `{launcher}`, which is missing; apt-get install {package}"
+    with pytest.raises(HolmesError, match=message):
+        start(JOB)
+    with pytest.raises(HolmesError, match="the daemons start"):
+        start([f"/opt/bin/{launcher}", "true"])
 
 
 def test_daemons_need_root(monkeypatch):

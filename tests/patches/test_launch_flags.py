@@ -1,5 +1,7 @@
-"""Flags that start the winner: what they say, what a framework lacks, and both Megatrons' own parsers on
-them."""
+"""Tests the command-line flags with which `holmes` proposes to start the best plan of a search.
+
+Checked are the flags, the limits of each framework, and that both Megatrons' own parsers accept them.
+"""
 
 import os
 import subprocess

@@ -259,6 +259,7 @@ def test_tune_says_what_is_wrong(tmp_path, capsys, monkeypatch):
 
 
 def test_the_interleaved_schedule_is_refused(monkeypatch):
+    """With --holmes-profile, training with several model chunks a stage is an error; evaluation is not."""
     from holmes_ext.patches.megatron import profile as megatron_profile
     from holmes_ext.runtime import session
 
@@ -267,8 +268,8 @@ def test_the_interleaved_schedule_is_refused(monkeypatch):
     def schedule(*, model, num_microbatches, seq_length, micro_batch_size, forward_only=False):
         return "ran"
 
-    arguments = {"model": [1, 2], "num_microbatches": 4, "seq_length": 8, "micro_batch_size": 1}
-
+    two_chunks = [1, 2]
+    arguments = {"model": two_chunks, "num_microbatches": 4, "seq_length": 8, "micro_batch_size": 1}
     with pytest.raises(HolmesError, match="--holmes-profile: the interleaved schedule is not measured"):
         megatron_profile._schedule(schedule, None, (), arguments)
     assert megatron_profile._schedule(schedule, None, (), {**arguments, "forward_only": True}) == "ran"

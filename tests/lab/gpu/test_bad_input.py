@@ -88,18 +88,20 @@ def nccl_checkout(folder, version="2.29.7"):
 
 @pytest.fixture
 def without_source(monkeypatch, tmp_path):
-    """No source is given, and the user's cache is empty."""
+    """Take NCCL's source away: no environment variable names it, and the user's cache is empty."""
     monkeypatch.delenv(nccl_source.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
 
 
 def test_no_nccl_source(without_source, tmp_path):
+    """The error gives the command that clones NCCL to where holmes looks for it."""
     command = f"git clone -b v2.29.7-1 {nccl_source.REPOSITORY} {tmp_path}/user/holmes_ext/nccl, or name"
     with pytest.raises(HolmesError, match=command):
         nccl_source.find_nccl(None, tmp_path)
 
 
 def test_the_first_nccl_source_that_is_given_is_used(without_source, monkeypatch, tmp_path):
+    """The option wins over the environment variable, and the variable over the user's cache."""
     nccl_checkout(tmp_path / "user" / "holmes_ext" / "nccl", "2.27.7")
     variable = nccl_checkout(tmp_path / "variable", "2.28.9")
     option = nccl_checkout(tmp_path / "option", "2.29.7")
@@ -110,7 +112,7 @@ def test_the_first_nccl_source_that_is_given_is_used(without_source, monkeypatch
 
 
 def test_a_variable_that_names_no_folder_is_an_error(without_source, monkeypatch, tmp_path):
-    """The checkout in the user's cache is not used instead."""
+    """If the environment variable names a missing folder, the user's cache is not used instead."""
     nccl_checkout(tmp_path / "user" / "holmes_ext" / "nccl")
     monkeypatch.setenv(nccl_source.VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(HolmesError, match="nowhere: there is no such NCCL source"):
@@ -131,14 +133,17 @@ def test_a_source_that_will_not_do(without_source, tmp_path, make, said):
 
 
 def test_an_archive_is_unpacked_once(without_source, tmp_path):
+    """The second search finds the folder that the first one unpacked, with a file added since."""
     archive = tmp_path / "nccl.tar.gz"
     with tarfile.open(archive, "w:gz") as file:
         file.add(nccl_checkout(tmp_path / "nccl-2.29.7-1"), "nccl-2.29.7-1")
     first = nccl_source.find_nccl(str(archive), tmp_path / "cache")
     assert first.name == "2.29.7" and first.code == "22907"
-    marker = first.folder / "src" / "kept.cc"
-    marker.write_text("")  # would be gone if the archive was unpacked again
-    assert nccl_source.find_nccl(str(archive), tmp_path / "cache").folder == first.folder and marker.exists()
+    added_file = first.folder / "src" / "kept.cc"
+    added_file.write_text("")
+    second = nccl_source.find_nccl(str(archive), tmp_path / "cache")
+    assert second.folder == first.folder
+    assert added_file.exists()
 
 
 def python_with(folder, version, cuda):

@@ -145,13 +145,18 @@ def test_recomputation_in_units_that_a_stage_would_cut():
 
 
 def test_where_the_last_unit_ends_is_looked_up_once(monkeypatch):
-    """Megatron-LM's get_batch makes a TransformerConfig in every micro-batch."""
-    searched = []
-    monkeypatch.setattr(megatron_core, "find_spec", searched.append)
+    """holmes searches only once for megatron.core.recompute, whose presence does not change.
+
+    Every new TransformerConfig makes holmes check the units of recomputation, and Megatron-LM's
+    get_batch makes one in every micro-batch.
+    """
+    searched_modules = []
+    monkeypatch.setattr(megatron_core, "find_spec", searched_modules.append)  # finds none
     megatron_core._last_unit_ends_with_stage.cache_clear()
-    assert [megatron_core._last_unit_ends_with_stage() for _ in range(3)] == [False] * 3
-    megatron_core._last_unit_ends_with_stage.cache_clear()
-    assert searched == ["megatron.core.recompute"]
+    answers = [megatron_core._last_unit_ends_with_stage() for _ in range(3)]
+    megatron_core._last_unit_ends_with_stage.cache_clear()  # the next test gets the real answer
+    assert answers == [False, False, False]
+    assert searched_modules == ["megatron.core.recompute"]
 
 
 def test_no_sync_functions_for_one_chunk_and_for_several():

@@ -1,5 +1,4 @@
-"""The example scripts' command lines: how they are found, and that those of checkouts at hand are read
-whole."""
+"""Tests how the command lines in both Megatrons' example scripts are found and read."""
 
 import sys
 from pathlib import Path
@@ -51,7 +50,10 @@ def test_scripts_give_their_launchers_command_lines(checkout, tmp_path, monkeypa
 
 @pytest.mark.parametrize("name, least", [("Megatron-LM", 15), ("Megatron-DeepSpeed", 60)])
 def test_every_example_script_is_read_whole(name, least, tmp_path):
+    """holmes reads a model from at least `least` command lines of a checkout, and knows every flag."""
     lines = command_lines(checkout_or_skip(name), tmp_path)
-    said = [describe(argv) for _, argv in lines]
-    assert sum(one.model is not None for one in said) >= least
-    assert not {flag for one in said for flag in one.unknown}
+    descriptions = [describe(arguments) for _, arguments in lines]
+    with_model = [description for description in descriptions if description.model is not None]
+    assert len(with_model) >= least
+    unknown_flags = {flag for description in descriptions for flag in description.unknown}
+    assert not unknown_flags

@@ -58,19 +58,28 @@ def test_a_part_looks_like_the_data_set():
 
 
 def test_all_jobs_build_an_index_of_all_parts(job):
+    """A job that reads one of three parts has Megatron index three times the samples that it needs.
+
+    The numbers are samples for training, validation and test; None stands for all samples of a set.
+    """
     job("part=1/3")
-    told = []
+    built_numbers = []
 
     def build(build_train_valid_test_datasets_provider, numbers):
         build_train_valid_test_datasets_provider(numbers)
 
-    joined._enlarge(build, None, (told.append, (100, None, 8)), {})
-    assert told == [(300, None, 24)]
+    joined._enlarge(build, None, (built_numbers.append, (100, None, 8)), {})
+    assert built_numbers == [(300, None, 24)]
 
 
 def test_without_parts_and_for_loaders_of_the_script_nothing_changes(job):
-    whole, stream = Data(range(4)), iter(range(4))
-    assert joined._share_out(lambda dataset: dataset, None, (whole,), {}) is whole  # no joined job at all
+    """Megatron gets the script's own data if no other job shares it, or if it cannot be indexed."""
+
+    def return_dataset(dataset):
+        return dataset
+
+    indexed_data, stream = Data(range(4)), iter(range(4))
+    assert joined._share_out(return_dataset, None, (indexed_data,), {}) is indexed_data  # no joined job
     job("part=0/2")
-    assert joined._share_out(lambda dataset: dataset, None, (None,), {}) is None
-    assert joined._share_out(lambda dataset: dataset, None, (stream,), {}) is stream
+    assert joined._share_out(return_dataset, None, (None,), {}) is None
+    assert joined._share_out(return_dataset, None, (stream,), {}) is stream

@@ -140,17 +140,21 @@ def test_another_plans_checkpoint_is_told(active, capsys, digest, lines):
 
 
 def test_parameters_that_the_check_of_a_checkpoint_gained_arrive(active):
-    """Newer Megatron-LM passes skip_args by name; another optional parameter may come by position."""
+    """Arguments that holmes does not use reach Megatron-LM's check, by name and by position.
+
+    Newer versions of check_checkpoint_args have a second parameter, skip_args.
+    """
     active()
-    seen = []
+    calls = []
 
     def check_checkpoint_args(checkpoint_args, skip_args=None):
-        seen.append((checkpoint_args, skip_args))
+        calls.append((checkpoint_args, skip_args))
 
-    saved = SimpleNamespace()
-    megatron_lm._compare_plans(check_checkpoint_args, None, (saved,), {"skip_args": {"num_layers"}})
-    megatron_lm._compare_plans(check_checkpoint_args, None, (saved, {"num_layers"}), {})
-    assert seen == [(saved, {"num_layers"})] * 2
+    saved_args = SimpleNamespace()
+    skipped = {"num_layers"}
+    megatron_lm._compare_plans(check_checkpoint_args, None, (saved_args,), {"skip_args": skipped})
+    megatron_lm._compare_plans(check_checkpoint_args, None, (saved_args, skipped), {})
+    assert calls == [(saved_args, skipped), (saved_args, skipped)]
 
 
 def test_another_models_checkpoint_is_refused_in_one_line(active):

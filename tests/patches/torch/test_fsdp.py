@@ -56,14 +56,17 @@ def start(rank, *clusters, world=4, **options):
 
 
 def test_units_are_looked_through_once(monkeypatch):
-    """Every unit's _lazy_init runs in every forward pass."""
+    """Only the first _lazy_init of the root reads the list of all FSDP units.
+
+    FSDP2 calls _lazy_init in every forward pass, so that reading them each time would cost in every
+    step.
+    """
+    reads = []
 
     class Context:
-        looks = 0
-
         @property
         def all_states(self):
-            Context.looks += 1
+            reads.append("all_states")
             return []
 
     state = SimpleNamespace(_is_root=None, _state_ctx=Context())
@@ -72,9 +75,9 @@ def test_units_are_looked_through_once(monkeypatch):
         state._is_root = True
 
     monkeypatch.setattr(session, "_active", SimpleNamespace(rank=0))
-    for _ in range(3):
+    for _ in range(3):  # forward passes
         fsdp_patches._tell_root(lazy_init, state, (), {})
-    assert Context.looks == 1
+    assert len(reads) == 1
 
 
 def said():
@@ -134,13 +137,17 @@ CASES = {
 @pytest.mark.row("FSDP2")
 @pytest.mark.parametrize("case", some(CASES, "accumulation", "bf16"))
 def test_hybrid_has_stock_s_losses(case):
+    """Hybrid FSDP2 shards inside each cluster with stock's losses; only rank 0 prints that it does."""
+    tolerance = 1e-4 if case == "bf16" else 1e-6
     answers = run_ranks(both, 4, *CASES[case])
-    for stock, ours, mesh, _ in answers:
-        assert max(abs(a - b) for a, b in zip(stock, ours)) < (1e-6 if case != "bf16" else 1e-4)
+    for stock_losses, hybrid_losses, mesh, _ in answers:
+        differences = [abs(stock - hybrid) for stock, hybrid in zip(stock_losses, hybrid_losses)]
+        assert max(differences) < tolerance
         assert mesh == [[0, 1], [2, 3]]
-    text = answers[0][3]
-    assert text.count("FSDP hybrid: sharded inside each of 2 clusters") == 1 and "in place of" in text
-    assert not any(answer[3] for answer in answers[1:])
+    text_of_rank_0, *texts_of_other_ranks = [text for _, _, _, text in answers]
+    assert text_of_rank_0.count("FSDP hybrid: sharded inside each of 2 clusters") == 1
+    assert "in place of" in text_of_rank_0
+    assert not any(texts_of_other_ranks)
 
 
 def one_dimension(rank, own_mesh):
@@ -236,21 +243,29 @@ def test_checkpoints_load_both_ways(tmp_path, saved_hybrid):
 
 
 def first_kind(rank, strategy, options):
-    made = []
+    """Train with FSDP1, first without a session of holmes, then in one with these options.
+
+    Returns both runs' losses, what holmes printed, and the number of meshes that holmes made.
+    """
+    losses = []
     for _ in range(2):
-        made.append(FullyShardedDataParallel(
+        sharded = FullyShardedDataParallel(
             model(), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy,
-            use_orig_params=True, device_id=torch.device("cpu")))
-        made.append(train(made.pop(), rank))
+            use_orig_params=True, device_id=torch.device("cpu"))
+        losses.append(train(sharded, rank))
         start(rank, **options)
-    return made, said(), len(fsdp_patches._meshes)
+    return losses, said(), len(fsdp_patches._meshes)
 
 
 @pytest.mark.row("FSDP1")
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, None])
 def test_fsdp1_in_hybrid_has_stock_s_losses(strategy):
-    for (stock, ours), _, meshes in run_ranks(first_kind, 4, strategy, {"fsdp": "hybrid"}, timeout_s=180):
-        assert max(abs(a - b) for a, b in zip(stock, ours)) < 1e-6 and meshes == 1
+    """Hybrid FSDP1 has stock's losses on every rank, and all of its units share one mesh."""
+    answers = run_ranks(first_kind, 4, strategy, {"fsdp": "hybrid"}, timeout_s=180)
+    for (stock_losses, hybrid_losses), _, meshes in answers:
+        differences = [abs(stock - hybrid) for stock, hybrid in zip(stock_losses, hybrid_losses)]
+        assert max(differences) < 1e-6
+        assert meshes == 1
 
 
 def nothing_sharded(rank):

@@ -1,5 +1,4 @@
-"""plan/search/bound: no simulated step of any split is below the bound of its arrangement, over random
-sites."""
+"""Tests plan/search/bound on random sites: no simulated step is shorter than its lower bound."""
 
 import random
 from dataclasses import replace
@@ -21,7 +20,8 @@ from holmes_ext.plan.search.simulated import job_of
 from holmes_ext.plan.search.space import Limits, shapes
 from holmes_ext.plan.simulate.repeat import folded_s
 
-#: 35: chunks whose messages and reductions leave through different NICs.
+#: Seeds of random searches; those named run in every test run, the others only in exhaustive runs.
+#: In 35, messages and reductions of a model chunk leave through different NICs.
 SEEDS = some(range(200), *range(14), 35)
 
 

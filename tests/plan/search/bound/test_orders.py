@@ -1,4 +1,4 @@
-"""plan/search/bound: orders of clusters and hops that stages share; no simulated step is below them."""
+"""Tests the lower bounds on the step time over all orders of clusters, with links that stages share."""
 
 import random
 from dataclasses import replace
@@ -24,11 +24,12 @@ from holmes_ext.plan.search.simulated import job_of
 from holmes_ext.plan.search.space import Limits, shapes
 from holmes_ext.plan.simulate.repeat import folded_s
 
+#: Seeds of random searches; the first 8 run in every test run, the others only in exhaustive runs.
 SEEDS = some(range(200), *range(8))
 
 
 def scene(pick):
-    """A random search, nothing found: three or four clusters of equal size with links of their own."""
+    """Return a random search that has not started: three or four clusters of equal size, linked in pairs."""
     names, each, processes = "abcd"[: pick.choice((3, 4, 4))], pick.choice((1, 2)), pick.choice((1, 2))
     kinds, rate = pick.choice((("ib", "roce") * 2, ("ethernet",) * 4)), pick.choice(("20Gb/s", "100Gb/s"))
     lines = [f"{name} {kind} {'-' if kind == 'ethernet' else rate} {name}[0-{each - 1}]"
