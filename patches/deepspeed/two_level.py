@@ -93,9 +93,11 @@ def _two_level(group: Any, size: int) -> Any:
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.straddling import planned, two_level_for
 
-    if group not in _ways:
-        _ways[group] = planned(group)
-    reduction = _ways[group]
+    reduction = _ways.get(group)
+    if reduction is None:
+        reduction = planned(group)
+        assert reduction is not None  # all callers have a session
+        _ways[group] = reduction
     two_levels = bool(reduction.clusters) and size >= reduction.two_level_from
     # reported: reduce.py has printed already why a pipeline engine's reduction is not overlapped.
     session.note_reduction(group_ranks(group), _planned_here(reduction), size, two_levels=two_levels,
