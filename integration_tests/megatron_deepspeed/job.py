@@ -86,6 +86,9 @@ class Checkout:
             "DS_ACCELERATOR": "cpu",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "TORCHDYNAMO_DISABLE": "1",
+            # --ds_fused_adam compiles an extension. In the user's cache, a job that ends while it compiles
+            # leaves a lock, for which every later job waits without end.
+            "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         }
         rebase = self.folder / "examples_deepspeed" / "rebase"
         tokens, merges = vocabulary or (rebase / "gpt2-vocab.json", rebase / "gpt2-merges.txt")
