@@ -88,8 +88,10 @@ def command_of(checkout: Checkout, micro_batches: int, ranks: int, steps: int,
 
 
 def prepared(source: Path, folder: Path) -> Checkout:
-    """A copy of the checkout `source` in `folder`, with its corpus in the vocabulary of bytes."""
-    return Checkout(source, folder, byte_vocabulary(source, folder))
+    """Return a copy of the checkout `source` in `folder`, with its corpus in the vocabulary of bytes."""
+    checkout = Checkout(source, folder, byte_vocabulary(source, folder))
+    checkout.compile_adam()
+    return checkout
 
 
 def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
@@ -139,7 +141,9 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
 def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     file, micro_batches, flops, *_ = SCENES["4+4"]
     path = examples() / "clusters" / file
-    spec, checkout = load_spec(path), Checkout(source, folder)
+    spec = load_spec(path)
+    checkout = Checkout(source, folder)
+    checkout.compile_adam()
     flags, order = ("--holmes", "--holmes-cluster", str(path)), interleave(spec)
     variants = [Variant("two levels", spec, order, flags), Variant("pairs", spec, order, flags,
                                                                    {"HOLMES_DISABLE": TIED})]

@@ -17,7 +17,7 @@ SHAPE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 "
     "--seq-length 32 --max-position-embeddings 32"
 ).split()
-#: Without a GPU there are no fused kernels, and DeepSpeed's own Adam is not to be compiled.
+#: Without a GPU there are no fused kernels but DeepSpeed's Adam (Checkout.compile_adam).
 ON_CPU = (
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
     "--no-bias-dropout-fusion --no-async-tensor-model-parallel-allreduce --ds_fused_adam"
@@ -86,8 +86,8 @@ class Checkout:
             "DS_ACCELERATOR": "cpu",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "TORCHDYNAMO_DISABLE": "1",
-            # --ds_fused_adam compiles an extension. In the user's cache, a job that ends while it compiles
-            # leaves a lock, for which every later job waits without end.
+            # In the user's cache, a job that ends while it compiles an extension leaves a lock, for which every
+            # later job waits without end.
             "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         }
         rebase = self.folder / "examples_deepspeed" / "rebase"
@@ -95,6 +95,11 @@ class Checkout:
         self.vocabulary = ["--vocab-file", str(tokens), "--merge-file", str(merges)]
         self.corpus = self._make_corpus(folder)
         self.check(["make"], cwd=self.folder / "megatron" / "data")
+
+    def compile_adam(self) -> None:
+        """Compile the extension of --ds_fused_adam before a job with a time limit needs it."""
+        load = "from deepspeed.ops.op_builder.cpu import FusedAdamBuilder; FusedAdamBuilder().load()"
+        self.check([sys.executable, "-c", load])
 
     def check(self, command: list[str], cwd: Path | None = None) -> None:
         env = {**os.environ, **self.env, **self.stand_ins(command)}

@@ -117,7 +117,9 @@ def checkout(tmp_path_factory):
     pytest.importorskip("pybind11", reason="Megatron-DeepSpeed's dataset index needs: pip install pybind11")
     pytest.importorskip("nltk", reason="Megatron-DeepSpeed's preprocess_data.py needs: pip install nltk")
     folder = tmp_path_factory.mktemp("megatron_deepspeed")
-    yield Checkout(SOURCE, folder)
+    copy = Checkout(SOURCE, folder)
+    copy.compile_adam()
+    yield copy
     shutil.rmtree(folder)
 
 
