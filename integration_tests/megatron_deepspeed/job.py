@@ -86,8 +86,8 @@ class Checkout:
             "DS_ACCELERATOR": "cpu",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "TORCHDYNAMO_DISABLE": "1",
-            # In the user's cache, a job that ends while it compiles an extension leaves a lock, for which every
-            # later job waits without end.
+            # In the user's cache, a job that ends while it compiles an extension leaves a lock, for which
+            # every later job waits without end.
             "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         }
         rebase = self.folder / "examples_deepspeed" / "rebase"

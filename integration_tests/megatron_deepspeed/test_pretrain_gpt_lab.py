@@ -204,8 +204,9 @@ def check_bytes_sent(case: Case, stock_sent: dict, sent: dict) -> None:
     assert spared > smallest_share * moved, (stock_sent, sent)
 
 
+@full  # rows/test_rows.py exchanges checkpoints in each landing
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("zero", some([0, 1], 1))
+@pytest.mark.parametrize("zero", [0, 1])
 def test_checkpoints_pass_between_stock_and_holmes(checkout, two_clusters, tmp_path, zero):
     """A checkpoint of one, resumed by the other, goes on with exactly the losses of an uninterrupted run."""
 
@@ -317,7 +318,8 @@ def launched(checkout, two_clusters, launcher, nodes, *arguments):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("launcher", some(LAUNCHED, "deepspeed"))
+@full
+@pytest.mark.parametrize("launcher", LAUNCHED)
 def test_started_by_other_launchers(checkout, two_clusters, launcher):
     """The ranks are renumbered and the losses are stock's, whatever launcher starts the processes."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=3)

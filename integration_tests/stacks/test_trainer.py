@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from integration_tests.jobs import ROOT, losses, said, same, some
+from integration_tests.jobs import ROOT, full, losses, said, same
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -36,7 +36,7 @@ def train(clusters, directory, script, *flags, name="log", **more):
 
 @pytest.mark.parametrize("script", [
     pytest.param(TRAINER, id="Trainer", marks=pytest.mark.row("Trainer")),
-    pytest.param(LIGHTNING, id="Lightning", marks=pytest.mark.row("Lightning")),
+    pytest.param(LIGHTNING, id="Lightning", marks=[pytest.mark.row("Lightning"), full]),
 ])
 def test_losses_are_stock_s_and_only_sums_cross(two_clusters, tmp_path, script):
     if script == LIGHTNING:
@@ -70,8 +70,9 @@ num_processes: 4
 """
 
 
+@full  # rows/test_rows.py starts Accelerate's launcher in each landing
 @pytest.mark.row("Accelerate")
-@pytest.mark.parametrize("launcher", some(LAUNCHERS, "accelerate"))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers_checkpoints_and_resume(two_clusters, tmp_path, launcher):
     """A job resumed from the checkpoint of step 2 has the losses of steps 3 and 4 again (all with holmes)."""
     (tmp_path / "config.yaml").write_text(CONFIG)
