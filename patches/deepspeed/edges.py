@@ -28,7 +28,7 @@ from typing import Any
 
 from holmes_ext.patches.deepspeed.features import EDGES, NARROW
 from holmes_ext.patches.deepspeed.p2p import grid_sizes, messages, pairs_by_peer
-from holmes_ext.patches.deepspeed.versions import ask
+from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.passes.schedule import before
@@ -56,7 +56,7 @@ def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
 
     if type(engine) is not PipelineEngine:
         return f"the engine is a {type(engine).__name__}, whose schedule is its own"
-    if ask("dynamic_shape", engine):
+    if read_by_version("dynamic_shape", engine):
         return "shapes change from batch to batch"
     if not isinstance(flight, ListedOrder):
         return None
@@ -262,7 +262,7 @@ def _schedule_class() -> type:
         def _weights(self, micro_batch: int) -> None:
             engine = self.engine
             # the engine sums after each backward pass, then into its own fp32 gradients
-            sums = engine.using_bf16_optimizer and not ask("immediate_grad_update", engine)
+            sums = engine.using_bf16_optimizer and not read_by_version("immediate_grad_update", engine)
             if sums:
                 engine.optimizer.clear_lp_grads()
             engine._running_engine_backward = True  # its hooks refuse a backward pass of others

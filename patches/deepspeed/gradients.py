@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from holmes_ext.patches.deepspeed.versions import ask
+from holmes_ext.patches.deepspeed.versions import read_by_version
 
 
 def gradients_of(engine: Any) -> PlainGradients:
@@ -69,7 +69,7 @@ class Bf16Gradients(PlainGradients):
         return self.optimizer.fp32_groups_gradients[i][j]
 
     def _fold(self, parameter: Any, i: int, j: int) -> None:
-        if id(parameter) not in self.folded and not ask("immediate_grad_update", self.engine):
+        if id(parameter) not in self.folded and not read_by_version("immediate_grad_update", self.engine):
             self.optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
         self.folded.add(id(parameter))
 
@@ -101,8 +101,12 @@ class ZeroGradients(PlainGradients):
         return self.optimizer.get_gradient_for_reduction(parameter)
 
     def owners(self) -> Callable[[Any], list[tuple[int, int]]] | None:
-        # Muon's updates of a matrix need all of it on every rank that holds a part
-        return self._owners if self.optimizer.reduce_scatter and not ask("muon", self.optimizer) else None
+        if not self.optimizer.reduce_scatter:
+            return None
+        if read_by_version("muon", self.optimizer):
+            # Muon updates a matrix as a whole: every rank that holds a part of it needs all of its gradient.
+            return None
+        return self._owners
 
     def _owners(self, parameter: Any) -> list[tuple[int, int]]:
         """The slices that average_tensor sends to their partitions' ranks."""

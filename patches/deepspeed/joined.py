@@ -19,7 +19,7 @@ from typing import Any
 
 from holmes_ext.patches.deepspeed.checkpoints import tag_of
 from holmes_ext.patches.deepspeed.features import JOINED
-from holmes_ext.patches.deepspeed.versions import ask, offsets
+from holmes_ext.patches.deepspeed.versions import offsets, read_by_version
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime.outer import training
@@ -118,7 +118,7 @@ def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
 
     kind = type(optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer":
-        flats, places = optimizer.single_partition_of_fp32_groups, ask("offsets", optimizer)
+        flats, places = optimizer.single_partition_of_fp32_groups, read_by_version("offsets", optimizer)
         for i, (group, flat) in enumerate(zip(optimizer.round_robin_bit16_groups, flats)):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
             yield from _cut(group, places[i], flat, rank * flat.numel())

@@ -24,7 +24,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import OVERLAP
 from holmes_ext.patches.deepspeed.gradients import gradients_of
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
-from holmes_ext.patches.deepspeed.versions import ask
+from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
@@ -57,11 +57,11 @@ def unsupported(engine: Any) -> str | None:
         "expert parallelism": getattr(engine, "_autoep_folding_spec", None) is not None,
         "sparse gradients": any(getattr(module, "sparse", False) for module in engine.module.modules()),
         "sequence parallelism": engine.sequence_parallel_size != 1,
-        "torch_autocast": ask("torch_autocast", engine),
+        "torch_autocast": read_by_version("torch_autocast", engine),
         "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
-        "ZenFlow": ask("zenflow", engine),
-        "DeepCompile": ask("deepcompile", engine),
-        "ZeRO 1 accumulates beside the gradients": zero and ask("accumulates_apart", optimizer),
+        "ZenFlow": read_by_version("zenflow", engine),
+        "DeepCompile": read_by_version("deepcompile", engine),
+        "ZeRO 1 accumulates beside the gradients": zero and read_by_version("accumulates_apart", optimizer),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's versions call differently: one table. All else that holmes uses is alike."""
+"""Reads settings of DeepSpeed's engines and optimizers that its versions store in different places."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def _muon(zero: Any) -> bool:
 
 
 def offsets(group: list[Any]) -> list[int]:
-    """First elements of parameters that stand one after the other."""
+    """Return the first element of each parameter in a flat buffer that holds them one after the other."""
     return [end - p.numel() for p, end in zip(group, accumulate(p.numel() for p in group))]
 
 
-_NEVER = ("0", lambda _: False)
+_NEVER = ("0", lambda _: False)  # for releases that lack the setting
 
 
 def _compact(zero: Any) -> bool:
     return any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups))))
 
 
-#: How an engine or optimizer answers. A line stands for the release that it names and every later one, up to
-#: the next line of that name; the oldest first.
+#: Name of a setting -> (release of DeepSpeed, function that reads the setting) for each release that changed
+#: it, the oldest first. The function takes the engine or the optimizer.
 _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
-    # of an engine
+    # Settings of an engine.
     "dynamic_shape": (_NEVER, ("0.15.0", lambda engine: engine.dynamic_shape)),
     "deepcompile": (_NEVER, ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
     "torch_autocast": (_NEVER, ("0.17.2", lambda engine: engine.torch_autocast_enabled())),
@@ -42,10 +42,12 @@ _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
         ("0.17.1", lambda engine: engine._config.bfloat16_config.immediate_grad_update),
     ),
     "decoupled_checkpoint": (_NEVER, ("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled())),
-    # of ZeRO's optimizer (stages 1 and 2): whether get_gradient_for_reduction gives a copy, or gradients that
-    # lie in another buffer than the one that is reduced
+    # Settings of ZeRO's optimizer (stages 1 and 2).
+    # Whether get_gradient_for_reduction returns a copy of the gradient, or one in another buffer than the one
+    # that is reduced.
     "accumulates_apart": (("0", lambda zero: zero.use_grad_accum_attribute), ("0.19.8", _compact)),
-    # where each group's parameters stand in it, aligned for some partitions since 0.19.7
+    # For each parameter group: the first element of each parameter in the group's flat buffer. DeepSpeed
+    # 0.19.7 and later align it for some partitions.
     "offsets": (
         ("0", lambda zero: list(map(offsets, zero.round_robin_bit16_groups))),
         ("0.19.7", lambda zero: zero.round_robin_bit16_offsets),
@@ -54,8 +56,14 @@ _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
 }  # fmt: skip
 
 
-def ask(name: str, of: Any) -> Any:
-    """What the installed version answers to `name` of the table, of an engine or an optimizer."""
+def read_by_version(name: str, of: Any) -> Any:
+    """Return a setting of an engine or optimizer, read as the installed version of DeepSpeed stores it.
+
+    Args:
+        name: A key of the table above.
+        of: The engine or the optimizer, as the table says.
+    """
     installed = release_of(installed_version("deepspeed") or "")
-    answer = next(answer for since, answer in reversed(_TABLE[name]) if Version(since) <= installed)
-    return answer(of)
+    readers = (reader for since, reader in reversed(_TABLE[name]) if Version(since) <= installed)
+    newest_reader = next(readers)
+    return newest_reader(of)

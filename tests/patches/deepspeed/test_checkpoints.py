@@ -68,11 +68,11 @@ def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch
         ((str(tmp_path), "x", {}, False), {}, "former"),
     ):  # fmt: skip
         (tmp_path / "latest").write_text("former")
-        assert checkpoints._save_whole(save, engine, args, kwargs) is True
+        assert checkpoints._save_with_split(save, engine, args, kwargs) is True
         assert (tmp_path / "latest").read_text() == named
     assert barriers == ["mine", "global_step7"]
     with pytest.raises(OSError, match="full"):
-        checkpoints._save_whole(save, engine, (str(tmp_path), "new", {"x": 1}), {})
+        checkpoints._save_with_split(save, engine, (str(tmp_path), "new", {"x": 1}), {})
     assert (tmp_path / "latest").read_text() == "former"
 
 

@@ -21,7 +21,7 @@ ENGINE = SimpleNamespace(
 def test_the_table_answers_as_the_installed_version(monkeypatch, version, answer):
     monkeypatch.setattr(versions, "installed_version", lambda _: version)
     monkeypatch.setitem(versions._TABLE, "what", (("0", lambda _: "old"), ("0.17.2", lambda _: "new")))
-    assert versions.ask("what", ENGINE) == answer
+    assert versions.read_by_version("what", ENGINE) == answer
 
 
 @pytest.mark.parametrize("name, first", [
@@ -31,7 +31,7 @@ def test_the_table_answers_as_the_installed_version(monkeypatch, version, answer
 def test_an_engine_is_asked_as_its_version_answers(monkeypatch, name, first):
     for version, answer in (("0.14.5", False), (first, True), (f"{first}+abc", True), ("0.19.8", True)):
         monkeypatch.setattr(versions, "installed_version", lambda _, version=version: version)
-        assert versions.ask(name, ENGINE) is answer, version
+        assert versions.read_by_version(name, ENGINE) is answer, version
 
 
 def test_gradients_that_are_not_where_they_are_reduced(monkeypatch):
@@ -42,4 +42,4 @@ def test_gradients_that_are_not_where_they_are_reduced(monkeypatch):
         zero._use_compact_grad_partition_buffer = (lambda group: False) if changed else (
             lambda group: group == 1)
         monkeypatch.setattr(versions, "installed_version", lambda _, version=version: version)
-        assert versions.ask("accumulates_apart", zero) is answer, (version, changed)
+        assert versions.read_by_version("accumulates_apart", zero) is answer, (version, changed)
