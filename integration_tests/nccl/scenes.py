@@ -117,7 +117,7 @@ def pipeline() -> dict:
         send_and_receive(recv_next=value)
     if rank:
         send_and_receive(send_prev=value + 1)
-    pairs = p2p.pairs_of(group).by_peer
+    pairs = p2p.neighbour_groups_of(group).by_peer
     return {"value": value[-1].item(), "pairs": sorted(pairs)}
 
 

@@ -1,10 +1,14 @@
-"""megatron-core under a plan: sizes that agree with it, layers for each stage.
+"""Compares megatron-core's parallel sizes with the plan, and sets the plan's layers for each stage.
 
-    initialize_model_parallel    the job's sizes, order and instances are checked before any group is made
-    TransformerConfig            the plan's layers, by the public pipeline_model_parallel_layout (before 0.13:
-                                 by num_layers_in_first_pipeline_stage and ..._last_...); a user's split wins
+A plan is holmes's decision for one job: which rank runs on which node, how many layers each pipeline stage
+has, and how groups of ranks communicate. Two functions of megatron-core are patched:
 
-Where groups land is settled before: RANK is renumbered, patches/torch/groups.py gives each its transport."""
+    initialize_model_parallel          compare the job's parallel sizes with the plan's, before any process
+                                       group exists
+    TransformerConfig.__post_init__    set the plan's layers for each stage, unless the program splits the
+                                       layers itself
+
+Ranks are renumbered before, when the job starts, and patches/torch/groups.py chooses each group's network."""
 
 from __future__ import annotations
 
@@ -31,8 +35,10 @@ from holmes_ext.runtime.start.store import until_gone
 
 
 class _Job:
-    """What initialize_model_parallel was called with last; None: not yet, or no plan describes it."""
+    """Parallel sizes of the running job, which the other patches of megatron-core read."""
 
+    #: Sizes of the last call of initialize_model_parallel. None: not called yet, or a plan cannot describe
+    #: them.
     sizes: Sizes | None = None
 
 
@@ -68,60 +74,86 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     return sizes
 
 
-def _plan_describes(arguments: Mapping[str, Any]) -> bool:
-    """Return whether a plan can describe the grid that initialize_model_parallel's arguments give.
+def _is_plannable(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a plan can describe the grid of ranks that initialize_model_parallel is to make.
 
-    Some arguments exist only in some versions of megatron-core.
+    A plan describes one model over all ranks, with the axes tensor, context, expert, data and pipeline.
+    Arguments that only some versions of megatron-core have can ask for more.
     """
-    shares_world = arguments.get("rank_offset") or arguments.get("local_world_size") is not None
-    if shares_world:  # several models in one job
+    has_several_models = arguments.get("rank_offset") or arguments.get("local_world_size") is not None
+    if has_several_models:
         return False
-    # An encoder with stages of its own (before 0.14).
-    if any(arguments.get(f"encoder_{name}_model_parallel_size") for name in ("tensor", "pipeline")):
+    # megatron-core before 0.14: an encoder with pipeline stages of its own.
+    if arguments.get("encoder_tensor_model_parallel_size"):
         return False
-    # Tensors that are rematerialized over a further axis.
-    return arguments.get("gtp_remat_size", 1) == arguments.get("expert_gtp_remat_size", 1) == 1
+    if arguments.get("encoder_pipeline_model_parallel_size"):
+        return False
+    # A further axis, over which tensors are rematerialized (recomputed instead of kept).
+    return arguments.get("gtp_remat_size", 1) == 1 and arguments.get("expert_gtp_remat_size", 1) == 1
 
 
 @with_session
 @by_name
 def _initialize(current, call, instance):
-    """Compare the job's sizes with the plan, then make megatron-core's groups and those of stage pairs.
+    """Compare the job's parallel sizes with the plan, then let megatron-core make its process groups.
 
-    megatron-core's initialize_model_parallel receives the sizes and makes all process groups. The comparison
-    comes first, so that a job which does not fit the plan ends before any group exists.
+    initialize_model_parallel receives the sizes and makes all process groups of a job. The comparison comes
+    first, so that a job that does not fit the plan ends before any group exists.
+
+    If the model has several pipeline stages, also make the groups over which neighbouring stages send
+    (p2p.py).
 
     Raises:
         HolmesError: the sizes cannot be combined, or the plan was made for others.
     """
     arguments = call.arguments()
-    job.sizes = None
-    if _plan_describes(arguments):
-        try:
-            sizes = sizes_of(arguments, current.plan.world_size)
-        except HolmesError as error:
-            raise told_once(error) from None
-        check_grid(current, sizes, arguments["num_distributed_optimizer_instances"])
-        job.sizes = sizes
+    job.sizes = None  # an earlier call may have set the sizes
+    if _is_plannable(arguments):
+        job.sizes = _checked_sizes(current, arguments)
     result = call()
     if arguments["pipeline_model_parallel_size"] > 1:
-        from megatron.core import parallel_state
-
-        groups = parallel_state.get_pipeline_model_parallel_group()
-        for group in groups if isinstance(groups, list) else [groups]:
-            megatron_p2p.pairs_of(group)
+        _make_neighbour_groups()
     return result
 
 
-_EARLIER = "call holmes_ext.enable() before init_process_group, or start with --holmes"
+def _checked_sizes(current: session.Session, arguments: Mapping[str, Any]) -> Sizes:
+    """Return the sizes that initialize_model_parallel's arguments give, after comparing them with the plan.
+
+    Raises:
+        HolmesError: the sizes cannot be combined, or the plan was made for others.
+    """
+    try:
+        sizes = sizes_of(arguments, current.plan.world_size)
+    except HolmesError as error:
+        raise told_once(error) from None  # every rank gets here: one rank prints the error, all of them end
+    check_grid(current, sizes, arguments["num_distributed_optimizer_instances"])
+    return sizes
+
+
+def _make_neighbour_groups() -> None:
+    """Make the groups over which neighbouring stages send, in a call that all ranks of a pipeline make."""
+    from megatron.core import parallel_state
+
+    pipeline_groups = parallel_state.get_pipeline_model_parallel_group()
+    if not isinstance(pipeline_groups, list):  # a list: the rank is in several pipelines
+        pipeline_groups = [pipeline_groups]
+    for pipeline_group in pipeline_groups:
+        megatron_p2p.neighbour_groups_of(pipeline_group)
+
+
+#: Last part of errors about a call of holmes that comes too late.
+_ENABLE_EARLIER = "call holmes_ext.enable() before init_process_group, or start with --holmes"
 
 
 @functools.cache
 def drop_in(enable: Callable[..., None]):
-    """Return holmes_ext.initialize_model_parallel, with the signature of megatron-core's installed function.
+    """Return holmes_ext.initialize_model_parallel, which programs call in place of megatron-core's function.
+
+    It has the signature of the installed megatron-core's function, and calls that one. If neither --holmes
+    nor holmes_ext.enable() has switched holmes on before, the first call does it.
 
     Args:
-        enable: holmes_ext.enable, called if holmes has not been switched on yet.
+        enable: holmes_ext.enable.
 
     Raises:
         HolmesError: megatron-core cannot be imported.
@@ -136,14 +168,25 @@ def drop_in(enable: Callable[..., None]):
     def initialize_model_parallel(*args, **kwargs):
         if session.active() is None:
             arguments = arguments_of(parallel_state.initialize_model_parallel, args, kwargs)
-            _take_over(arguments, enable)
+            _enable_after_init(arguments, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
     return initialize_model_parallel
 
 
-def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
-    """Although torch.distributed is initialized: the default group is made anew, under the planned ranks."""
+def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]) -> None:
+    """Switch holmes on in a program that has already called torch.distributed.init_process_group.
+
+    holmes renumbers the ranks. Therefore the default process group, which has the old numbers, is destroyed
+    before holmes is switched on. It is made anew afterwards, with the same backend and options.
+
+    Args:
+        arguments: The program's arguments of initialize_model_parallel.
+        enable: holmes_ext.enable.
+
+    Raises:
+        HolmesError: torch.distributed is not initialized, or it is too late to change the ranks.
+    """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -152,20 +195,27 @@ def _take_over(asked: Mapping[str, Any], enable: Callable[..., None]) -> None:
     if len(distributed_c10d._world.pg_map) > 1:
         raise HolmesError(
             "initialize_model_parallel comes too late: the program has made process groups already, and "
-            f"ranks cannot change under them; {_EARLIER}")
-    sizes = sizes_of(asked, dist.get_world_size())
-    # no name for the old group: what holds it keeps its listeners, which ranks of the new one would meet
-    arguments = _init_arguments(dist.group.WORLD)
+            f"ranks cannot change under them; {_ENABLE_EARLIER}")
+    sizes = sizes_of(arguments, dist.get_world_size())
+    # The old group must have no variable here: whoever holds it keeps its listening sockets open, and ranks
+    # of the new group would connect to those.
+    init_arguments = _init_arguments(dist.group.WORLD)
     with until_gone(launcher.detect(os.environ), distributed_c10d._get_default_store()):
         dist.destroy_process_group()
-    several = asked["num_distributed_optimizer_instances"] > 1  # see sizes_from_arguments
-    enable(**({} if several else {"sizes": say(sizes).replace(" ", "")}))
-    dist.init_process_group(**arguments)
+    if arguments["num_distributed_optimizer_instances"] > 1:
+        enable()  # a plan without sizes keeps each optimizer instance in one cluster (sizes_from_arguments)
+    else:
+        enable(sizes=say(sizes).replace(" ", ""))
+    dist.init_process_group(**init_arguments)
 
 
 def _init_arguments(world: Any) -> dict[str, Any]:
-    """Of init_process_group, for a default group like `world`; HolmesError where NCCL has made its
-    communicator: by then it has read which HCAs and interface it may use, once for the process."""
+    """Return the arguments of init_process_group with which a default group like `world` is made.
+
+    Raises:
+        HolmesError: NCCL has made a communicator in this process. NCCL then has read, once for the process,
+            which HCAs and which interface it may use, and holmes can no longer choose them.
+    """
     import torch
     import torch.distributed as dist
 
@@ -177,7 +227,7 @@ def _init_arguments(world: Any) -> dict[str, Any]:
             raise HolmesError(
                 "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
                 "device_id of init_process_group, or for a collective since), and chosen its devices for the "
-                f"whole process; {_EARLIER}")
+                f"whole process; {_ENABLE_EARLIER}")
         arguments["pg_options"] = nccl.options
     if (timeout := timeout_of(world)) is not None:
         arguments["timeout"] = timeout
@@ -186,16 +236,24 @@ def _init_arguments(world: Any) -> dict[str, Any]:
     return arguments
 
 
-#: Other ways in which a user splits layers; any of them wins over the plan.
-_OWN_SPLITS = (
+#: Fields of TransformerConfig, besides the layout, by which a program splits the layers over the stages. Each
+#: takes precedence over the plan.
+_SPLIT_FIELDS = (
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
 )  # fmt: skip
 
 
 def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
-    """megatron-core's notation for `layers` of each stage (chunk by chunk under the interleaved schedule):
-    "Ettt|tL". Multi-token prediction and the loss, which read the last layer, stand at the end."""
+    """Return a split of layers in the notation of megatron-core's pipeline_model_parallel_layout: "Ettt|tL".
+
+    "E" is the embedding, "t" a transformer layer, "m" a multi-token-prediction layer, "L" the loss, and "|"
+    stands between two stages. Multi-token prediction and the loss read the last transformer layer's output,
+    therefore they stand at the end.
+
+    Args:
+        layers: Number of transformer layers of each stage; with the interleaved schedule, of each chunk.
+    """
     entries = ["t" * count for count in layers]
     entries[0] = "E" + entries[0]
     entries[-1] += "m" * mtp_layers + "L"
@@ -207,8 +265,14 @@ def _refusal(plan: Plan, text: str) -> HolmesError:
 
 
 def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) -> dict[str, int]:
-    """TransformerConfig's fields for `layers` of each stage where it takes no layout; HolmesError when the
-    stages between the ends are not alike, or there are several chunks of layers on each stage."""
+    """Return the fields by which TransformerConfig of megatron-core before 0.13 splits layers over stages.
+
+    These versions have no layout. They let only the first and the last stage have numbers of layers of their
+    own.
+
+    Raises:
+        HolmesError: other stages differ from each other, or stages have several chunks of layers.
+    """
     first, *between, last = layers
     if len(layers) != pipeline or len(set(between)) > 1:
         split = "+".join(map(str, layers))
@@ -216,7 +280,9 @@ def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) ->
                        "stage have layers of their own; install 0.13 or newer, or plan with equal stages "
                        "between them and one chunk on each stage")
     ends = {"num_layers_in_first_pipeline_stage": first}
-    if between:  # else it divides what is left among the stages that are left, and must have one
+    # With two stages only the first is set: megatron-core gives the other layers to the other stages, and
+    # needs at least one such stage.
+    if between:
         ends["num_layers_in_last_pipeline_stage"] = last
     return ends
 
@@ -224,8 +290,20 @@ def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) ->
 def planned_layout(
     current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own_split: str
 ) -> str | None:
-    """The layout string of the plan; None when it leaves the layers to megatron-core or the user splits them
-    (`own_split`); HolmesError when its stages are not the job's or its layers not the model's."""
+    """Return the plan's layers for each stage as a layout string, or None to leave the layers as they are.
+
+    The layers are left as they are if the plan has none, or if the program splits them itself. If the
+    program's split differs from the plan's, print a line.
+
+    Args:
+        pipeline: Number of stages.
+        virtual: Number of chunks of layers on each stage.
+        layers: Number of transformer layers of the model.
+        own_split: The program's own split in words, or its layout; "" if it has none.
+
+    Raises:
+        HolmesError: the plan's number of stages or of layers is not the job's.
+    """
     plan = current.plan
     if not plan.stage_layers or pipeline == 1:
         return None
@@ -245,7 +323,16 @@ def planned_layout(
 
 
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """HolmesError when a stage is not whole units of recomputed layers, unless megatron-core `cuts` them."""
+    """Raise an error if a planned stage would end within a unit of layers that are recomputed together.
+
+    Args:
+        config: TransformerConfig, whose recompute_num_layers is the size of a unit.
+        cuts: Whether the installed megatron-core shortens a unit at the end of a stage; then there is no
+            error.
+
+    Raises:
+        HolmesError: a stage's number of layers is not a multiple of the unit's.
+    """
     if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
         return
     unit = config.recompute_num_layers or 1
@@ -258,46 +345,69 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
 
 @with_session
 @by_name
-def _layers_as_planned(current, call, instance):
-    """Set the plan's layers for each stage in a TransformerConfig, unless the program splits them itself.
+def _set_layers_before_checks(current, call, instance):
+    """Set the plan's layers for each stage in a TransformerConfig, before megatron-core checks its fields.
 
-    TransformerConfig.__post_init__ checks the fields and derives others. Before it every field is as the
-    program gave it, so that the plan's layers can still be set. Hybrid models have a pattern of layers of
-    their own.
+    TransformerConfig.__post_init__ checks the fields and derives others from them. Before it runs, each field
+    has the program's value and may still be changed.
 
     Raises:
         HolmesError: the plan's stages or layers are not the model's, or this megatron-core cannot run them.
     """
-    if getattr(instance, "is_hybrid_model", False):
-        return call()
-    has_layout = hasattr(instance, "pipeline_model_parallel_layout")  # from 0.13 on
-    own_layout = getattr(instance, "pipeline_model_parallel_layout", None)
-    if own_layout is not None:
-        own_split = str(own_layout)
-    else:
-        own_split = ", ".join(name for name in _OWN_SPLITS if getattr(instance, name))
-    pipeline = instance.pipeline_model_parallel_size
-    virtual = instance.virtual_pipeline_model_parallel_size or 1
-    mtp_layers = getattr(instance, "mtp_num_layers", None) or 0
-    stage_layers = current.plan.stage_layers
-
-    layout = planned_layout(current, pipeline, virtual, instance.num_layers, mtp_layers, own_split)
-    if layout is not None and has_layout:
-        instance.pipeline_model_parallel_layout = layout
-    elif layout is not None:
-        vars(instance).update(ends_of(current, stage_layers, pipeline))
-    # Checked too when the program's own layout is the plan's, as Megatron-LM sets it (megatron_lm.py).
-    if stage_layers and layout_of(stage_layers, mtp_layers) in (layout, own_split):
-        refuse_cut_units(current.plan, instance, _last_unit_ends_with_stage())
+    is_hybrid_model = getattr(instance, "is_hybrid_model", False)
+    if not is_hybrid_model:  # the layers of a hybrid model follow a pattern of the program's
+        _set_planned_layers(current, instance)
     return call()
 
 
-@functools.cache
-def _last_unit_ends_with_stage() -> bool:
-    """Return whether a stage's last unit of uniform recomputation may have fewer layers.
+def _set_planned_layers(current: session.Session, config: Any) -> None:
+    """Set the plan's layers in a TransformerConfig, unless the program splits the layers itself."""
+    own_split = _split_of_program(config)
+    mtp_layers = getattr(config, "mtp_num_layers", None) or 0
+    layout = planned_layout(
+        current,
+        config.pipeline_model_parallel_size,
+        config.virtual_pipeline_model_parallel_size or 1,
+        config.num_layers,
+        mtp_layers,
+        own_split,
+    )
+    stage_layers = current.plan.stage_layers
+    if layout is not None:
+        _set_split(current, config, layout)
+    # The program's own layout can be the plan's: with Megatron-LM, megatron_lm.py has set it as an argument.
+    if stage_layers and layout_of(stage_layers, mtp_layers) in (layout, own_split):
+        refuse_cut_units(current.plan, config, cuts=_last_unit_may_be_shorter())
 
-    Older versions look for layers that are not on the stage. The module is searched once: Megatron-LM's
-    get_batch makes a TransformerConfig in every micro-batch.
+
+def _split_of_program(config: Any) -> str:
+    """Return the program's own layout, or the fields by which it splits the layers; "" if it does not."""
+    # megatron-core before 0.13 has no layout.
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is not None:
+        return str(layout)
+    return ", ".join(name for name in _SPLIT_FIELDS if getattr(config, name))
+
+
+def _set_split(current: session.Session, config: Any, layout: str) -> None:
+    """Set the plan's layers in a TransformerConfig by the fields that the installed version has."""
+    if hasattr(config, "pipeline_model_parallel_layout"):
+        config.pipeline_model_parallel_layout = layout
+        return
+    # megatron-core before 0.13
+    fields = ends_of(current, current.plan.stage_layers, config.pipeline_model_parallel_size)
+    for name, value in fields.items():
+        setattr(config, name, value)
+
+
+@functools.cache
+def _last_unit_may_be_shorter() -> bool:
+    """Return whether a stage's last unit of layers that are recomputed together may have fewer layers.
+
+    A megatron-core that has the module megatron.core.recompute shortens that unit. Older versions look for
+    layers that are not on the stage.
+
+    The answer is cached, because Megatron-LM's get_batch makes a TransformerConfig in every micro-batch.
     """
     return find_spec("megatron.core.recompute") is not None
 
@@ -314,5 +424,5 @@ PATCHES = (
     ),
     Patch(LAYERS, "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
           "the plan's layers for each stage go in as the public pipeline_model_parallel_layout",
-          _layers_as_planned),
+          _set_layers_before_checks),
 )  # fmt: skip

@@ -1,9 +1,14 @@
-"""megatron-core's pipeline send and receive under a plan: every pair of stages on the fastest fabric that the
-two share (runtime/groups/members.py), not over the pipeline group, which crosses clusters by Ethernet.
+"""Sends megatron-core's messages between pipeline stages over the fastest network that both stages have.
 
-Where edges.py carries the messages of training, its groups (two for each pair) carry those of evaluation too.
-With two stages the pipeline group is the pair. But unbatched p2p then sends one direction over the world
-group, which may be on a slower fabric than the pair: it gets a twin of the pipeline group instead."""
+megatron-core sends all messages between stages over one process group, the pipeline group. If the pipeline
+spans several clusters, that group uses Ethernet, also between two stages that share InfiniBand. Therefore
+each pair of neighbouring stages gets a group of its own here. megatron-core starts its messages in two ways:
+
+    batched      all messages of a rank as one batch, by _batched_p2p_ops
+    unbatched    each send and receive by itself, by _p2p_ops
+
+If edges.py runs the training steps, its mailbox has two groups for each pair of stages, one for activations
+and one for gradients. The messages of evaluation, which the mailbox does not send, then use the former."""
 
 from __future__ import annotations
 
@@ -22,55 +27,83 @@ from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_a
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.members import pair_group, pair_groups
 
-#: megatron-core's order of unbatched operations, by parity of the pipeline rank: sends meet their receives.
-_ORDER = (("send_next", "recv_prev", "send_prev", "recv_next"),
-          ("recv_prev", "send_next", "recv_next", "send_prev"))
+#: Order in which megatron-core's _p2p_ops starts messages, by the rank's position in the pipeline. With these
+#: two orders, a rank starts a send while its neighbour starts the matching receive.
+_ORDER_AT_EVEN_POSITIONS = ("send_next", "recv_prev", "send_prev", "recv_next")
+_ORDER_AT_ODD_POSITIONS = ("recv_prev", "send_next", "recv_next", "send_prev")
 
 
 @dataclass
-class _Pairs:
-    """This rank's process groups for messages to neighbouring stages, in one pipeline group."""
+class _NeighbourGroups:
+    """This rank's process groups for messages to neighbouring stages, in place of one pipeline group."""
 
-    by_peer: dict[int, Any] = field(default_factory=dict)  # the neighbour's rank -> the pair's group
-    twin: Any = None  # with two stages: a second group of the same ranks, for unbatched p2p
+    #: Rank of a neighbour -> group of the two ranks. A neighbour that is missing is reached by the pipeline
+    #: group.
+    by_peer: dict[int, Any] = field(default_factory=dict)
+    #: With two stages: a second group of the same ranks, for unbatched messages that the second stage sends.
+    second_group: Any = None
 
 
 #: Pipeline group -> this rank's groups for its neighbours.
-_made: weakref.WeakKeyDictionary[Any, _Pairs] = weakref.WeakKeyDictionary()
-#: Pipeline group -> its mailbox.
-_boxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
+_neighbour_groups: weakref.WeakKeyDictionary[Any, _NeighbourGroups] = weakref.WeakKeyDictionary()
+#: Pipeline group -> this rank's mailbox, which sends without waiting and posts receives in advance.
+_mailboxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
 
 
-def mailbox_of(group: Any) -> Mailbox:
-    """Return the mailbox of a pipeline group; the first call makes it, a collective over the group."""
-    if group not in _boxes:
-        ranks = group_ranks(group)
-        stages = {rank: stage for stage, rank in enumerate(ranks)}
-        _boxes[group] = mailbox.of_pairs(zip(ranks, ranks[1:]), ranks[group.rank()], stages, group)
-    return _boxes[group]
+def mailbox_of(pipeline_group: Any) -> Mailbox:
+    """Return this rank's mailbox for its neighbours in a pipeline group.
+
+    The first call makes the mailbox and its process groups. All ranks of the pipeline group must make that
+    call.
+    """
+    if pipeline_group not in _mailboxes:
+        ranks = group_ranks(pipeline_group)
+        own_rank = ranks[pipeline_group.rank()]
+        stage_of_rank = {rank: stage for stage, rank in enumerate(ranks)}
+        neighbours = zip(ranks, ranks[1:])
+        _mailboxes[pipeline_group] = mailbox.of_pairs(neighbours, own_rank, stage_of_rank, pipeline_group)
+    return _mailboxes[pipeline_group]
 
 
-def pairs_of(group) -> _Pairs:
-    """Return this rank's groups for its neighbours. The first call, by all ranks of the group, makes them."""
-    current = session.active()
-    if group not in _made:
-        _made[group] = _make(current, group) if current is not None else _Pairs()
-    return _made[group]
+def neighbour_groups_of(pipeline_group: Any) -> _NeighbourGroups:
+    """Return this rank's groups for its neighbours in a pipeline group.
+
+    The first call makes these groups. All ranks of the pipeline group must make that call.
+    """
+    if pipeline_group not in _neighbour_groups:
+        current = session.active()
+        if current is None:
+            groups = _NeighbourGroups()
+        else:
+            groups = _make_neighbour_groups(current, pipeline_group)
+        _neighbour_groups[pipeline_group] = groups
+    return _neighbour_groups[pipeline_group]
 
 
-def _make(current: session.Session, group) -> _Pairs:
-    ranks, network_api = group_ranks(group), network_api_of(backend_of(group))
-    if len(ranks) < 2 or current.rank not in ranks or not network_api:
-        return _Pairs()
-    if registry().is_on(EDGES.name) and not _interleaved():
-        return _Pairs(mailbox_of(group).by_peer)
-    if len(ranks) == 2 and pair_needs_group(current.plan, ranks, range(current.plan.world_size), network_api):
-        return _Pairs(twin=pair_group(ranks, "pipeline twin", group))
-    return _Pairs(pair_groups(current, group))
+def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _NeighbourGroups:
+    """Make this rank's groups for its neighbours in a pipeline group, if the plan needs any."""
+    ranks = group_ranks(pipeline_group)
+    network_api = network_api_of(backend_of(pipeline_group))
+    if len(ranks) < 2 or current.rank not in ranks:
+        return _NeighbourGroups()
+    if not network_api:  # a backend that chooses its networks itself, such as MPI
+        return _NeighbourGroups()
+    mailbox_is_used = registry().is_on(EDGES.name) and not _interleaved()
+    if mailbox_is_used:
+        return _NeighbourGroups(by_peer=mailbox_of(pipeline_group).by_peer)
+    if len(ranks) > 2:
+        return _NeighbourGroups(by_peer=pair_groups(current, pipeline_group))
+    # The pipeline group is the pair of stages. megatron-core sends unbatched messages in the two directions
+    # over two groups, of which the second is the group of all ranks. Its network can be slower than the
+    # pair's.
+    if pair_needs_group(current.plan, ranks, range(current.plan.world_size), network_api):
+        second_group = pair_group(ranks, "pipeline twin", pipeline_group)
+        return _NeighbourGroups(second_group=second_group)
+    return _NeighbourGroups()
 
 
 def _interleaved() -> bool:
-    """Return whether stages have several chunks of layers, which edges.py's schedule does not support."""
+    """Return whether each stage has several chunks of layers, a schedule that edges.py does not support."""
     from megatron.core import parallel_state
 
     return (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1
@@ -78,29 +111,35 @@ def _interleaved() -> bool:
 
 @by_name
 def _batched(call, instance, group, prev_pipeline_rank, next_pipeline_rank):
-    """Exchange tensors with the previous and the next stage in two batches, each over the pair's own group.
+    """Start the messages to and from the next stage as one batch, those of the previous stage as another.
 
-    megatron-core's _batched_p2p_ops starts the messages to both neighbours as one batch over the pipeline
-    group. A batch has a single communicator, therefore two groups need two batches.
+    megatron-core's _batched_p2p_ops starts the messages of both neighbours as one batch over the pipeline
+    group. A batch runs over a single group, and each neighbour has a group of its own here. Therefore the
+    wrapped function is called twice: once without the tensors for one neighbour, once without those for the
+    other.
 
-    Ranks at even positions in the pipeline start with the next stage, the others with the previous one. Thus
-    both ends of a pair start the same batch, also in a ring.
+    Ranks at even positions in the pipeline start with the next stage, ranks at odd positions with the
+    previous one. Thus an even and an odd neighbour start their common batch at the same time.
 
     Returns:
         The requests of both batches.
     """
-    by_peer = pairs_of(group).by_peer
-    if not by_peer:
+    groups = neighbour_groups_of(group)
+    if not groups.by_peer:
         return call()
-    peers = {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
-    is_odd = group.rank() % 2 == 1
-    sides = ("prev", "next") if is_odd else ("next", "prev")
-    requests = []
-    for side in sides:
-        other_side = "prev" if side == "next" else "next"
-        without_other_side = {f"tensor_send_{other_side}": None, f"tensor_recv_{other_side}": None}
-        requests += call(**without_other_side, group=by_peer.get(peers[side], group))
-    return requests
+
+    def exchange_with_previous():
+        pair = groups.by_peer.get(prev_pipeline_rank, group)
+        return call(tensor_send_next=None, tensor_recv_next=None, group=pair)
+
+    def exchange_with_next():
+        pair = groups.by_peer.get(next_pipeline_rank, group)
+        return call(tensor_send_prev=None, tensor_recv_prev=None, group=pair)
+
+    is_at_odd_position = group.rank() % 2 == 1
+    if is_at_odd_position:
+        return [*exchange_with_previous(), *exchange_with_next()]
+    return [*exchange_with_next(), *exchange_with_previous()]
 
 
 @by_name
@@ -115,21 +154,21 @@ def _unbatched(
     prev_pipeline_rank,
     next_pipeline_rank,
 ):
-    """Start each send and receive over the group of its pair of stages.
+    """Start each send and receive over the process group of its pair of stages.
 
-    megatron-core's _p2p_ops starts the same operations, in the same order, over the pipeline group. The order
-    depends on whether the position in the pipeline is even or odd, so that sends meet their receives.
+    megatron-core's _p2p_ops starts the same sends and receives, in the same order, over the pipeline group.
 
-    With two stages the pipeline group is the pair's, and messages from even and from odd positions need
-    different groups: those from odd ones go over the twin of the pipeline group.
+    With two stages, _p2p_ops sends in one direction over the pipeline group and in the other over the group
+    of all ranks, so that the two directions do not wait for each other. Here a second group of the same two
+    ranks replaces the group of all ranks, because that one may use a slower network.
 
     Returns:
         The requests, by names like "send_next".
     """
-    pairs = pairs_of(group)
-    if not pairs.by_peer and pairs.twin is None:
+    groups = neighbour_groups_of(group)
+    if not groups.by_peer and groups.second_group is None:
         return call()
-    call.refuse_unknown()
+    call.refuse_unknown()  # arguments that a later megatron-core adds would have no effect here
     import torch.distributed as dist
 
     tensors = {
@@ -138,27 +177,32 @@ def _unbatched(
         "send_next": tensor_send_next,
         "recv_next": tensor_recv_next,
     }
-    peers = {"next": next_pipeline_rank, "prev": prev_pipeline_rank}
-    functions = {"send": dist.isend, "recv": dist.irecv}
-    parity = group.rank() % 2
-    is_odd = parity == 1
+    is_at_odd_position = group.rank() % 2 == 1
+    order = _ORDER_AT_ODD_POSITIONS if is_at_odd_position else _ORDER_AT_EVEN_POSITIONS
+
+    def group_for(peer, sender_is_at_odd_position):
+        if groups.second_group is not None and sender_is_at_odd_position:
+            return groups.second_group
+        return groups.by_peer.get(peer, group)
 
     requests = {}
-    for name in _ORDER[parity]:
+    for name in order:
         tensor = tensors[name]
         if tensor is None:
             continue
         direction, side = name.split("_")
-        sender_is_odd = is_odd == (direction == "send")  # neighbours have different parities
-        if pairs.twin is not None and sender_is_odd:
-            default_group = pairs.twin
+        peer = prev_pipeline_rank if side == "prev" else next_pipeline_rank
+        if direction == "send":
+            message_group = group_for(peer, sender_is_at_odd_position=is_at_odd_position)
+            requests[name] = dist.isend(tensor, peer, group=message_group)
         else:
-            default_group = group
-        message_group = pairs.by_peer.get(peers[side], default_group)
-        requests[name] = functions[direction](tensor, peers[side], group=message_group)
+            # The sender is a neighbour, whose position is even if this rank's is odd.
+            message_group = group_for(peer, sender_is_at_odd_position=not is_at_odd_position)
+            requests[name] = dist.irecv(tensor, peer, group=message_group)
     return requests
 
 
+#: Parameters that _p2p_ops and _batched_p2p_ops must have: wrappers of these functions read or replace them.
 PARAMETERS = (
     "tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group",
     "prev_pipeline_rank", "next_pipeline_rank",

@@ -152,9 +152,9 @@ def test_where_the_last_unit_ends_is_looked_up_once(monkeypatch):
     """
     searched_modules = []
     monkeypatch.setattr(megatron_core, "find_spec", searched_modules.append)  # finds none
-    megatron_core._last_unit_ends_with_stage.cache_clear()
-    answers = [megatron_core._last_unit_ends_with_stage() for _ in range(3)]
-    megatron_core._last_unit_ends_with_stage.cache_clear()  # the next test gets the real answer
+    megatron_core._last_unit_may_be_shorter.cache_clear()
+    answers = [megatron_core._last_unit_may_be_shorter() for _ in range(3)]
+    megatron_core._last_unit_may_be_shorter.cache_clear()  # the next test gets the real answer
     assert answers == [False, False, False]
     assert searched_modules == ["megatron.core.recompute"]
 
