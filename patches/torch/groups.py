@@ -1,8 +1,8 @@
 """Gives every process group of torch.distributed the NIC that the plan assigns to the group's ranks.
 
-All ways to make a group, DeviceMesh included, call _new_process_group_helper, except for split_group. So a
-wrapper around each of these two functions sees all groups. Two further wrappers adapt the rendezvous store to
-renumbered ranks, and the end of gloo's groups.
+Every function of torch that makes a group, also through a DeviceMesh, calls _new_process_group_helper, except
+for split_group. So a wrapper around each of these two functions sees all groups. Two further wrappers change
+where the rendezvous store is created, because ranks are renumbered, and how groups of gloo end.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _give_group_its_nic(
     """
     is_default_group = not global_ranks_in_group
     if is_default_group:
-        agree_on_patches(store, current, waits=str(backend) != "fake")
+        is_fake = str(backend) == "fake"  # one process stands for all ranks: nobody else comes
+        agree_on_patches(store, current, waits=not is_fake)
     ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
     if current.rank not in ranks:
         return call()
@@ -81,9 +82,9 @@ def _give_group_its_nic(
     backend_names = set(backends(str(backend)).values())
     current.backends |= backend_names
     if "nccl" in backend_names:
-        options = _options(current, ranks, options, timeout)
+        options = _nccl_options(current, ranks, options, timeout)
     if "gloo" in backend_names:
-        forget_before_exit()
+        forget_before_exit()  # registers a wait for gloo's threads at the interpreter's exit
     with gloo_interface(current.transport(ranks, "gloo")):
         new_group = call(**{options_name: options})
     _record(current, str(group_desc or group_name), ranks, backend_named(str(backend)), options)
@@ -110,7 +111,7 @@ def _give_split_group_its_nic(
     ranks = tuple(dist.get_global_rank(parent, rank) for rank in my_part)
     backend = backend_of(parent)
     if backend == "nccl":
-        pg_options = _options(current, ranks, pg_options, timeout, options_of(parent))
+        pg_options = _nccl_options(current, ranks, pg_options, timeout, options_of(parent))
     with gloo_interface(current.transport(ranks, "gloo")):
         new_group = call(pg_options=pg_options)
     _record(current, group_desc or "split", ranks, backend, pg_options)
@@ -119,7 +120,7 @@ def _give_split_group_its_nic(
 
 @with_session
 @by_name
-def _let_threads_forget(current, call, instance):
+def _destroy_when_threads_are_done(current, call, instance):
     """Wait until gloo's threads have released the tensors of the last operation, then end process groups.
 
     To release them, a thread of gloo waits for the interpreter's lock, and holds a lock of the group.
@@ -131,60 +132,120 @@ def _let_threads_forget(current, call, instance):
     return call()
 
 
-#: Default groups made so far: a program may end torch.distributed and start it again.
-_agreed = itertools.count()
+#: Numbers of the default groups that this process makes: a program may end torch.distributed and start it
+#: again.
+_default_group_numbers = itertools.count()
 
 
 def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
-    """Compare plan and patches with the first rank's, before the default group is made: ranks that differ in
-    them would hang. HolmesError names the difference and both ranks, on the rank that differs first; the
-    others, which wait (if `waits`) until all have compared, get RemoteError."""
-    prefix = f"{current.round}/agree/{next(_agreed)}"
+    """Check that all ranks have the same plan and the same patches, before the default group is made.
+
+    Ranks that differ would wait for each other without end. Every rank compares itself with the one that
+    comes first, by keys of the rendezvous store:
+
+        first         plan and patches of the rank that came first
+        difference    the first difference that a rank found; "none" when all ranks have compared
+        rank/R        set when rank R has found no difference
+        count         number of these ranks
+
+    Args:
+        waits: Whether to wait until all ranks have compared.
+
+    Raises:
+        HolmesError: this rank differs and is the first to say so, or other ranks did not come in time.
+        RemoteError: another rank has already printed a difference.
+    """
+    prefix = f"{current.round}/agree/{next(_default_group_numbers)}"
     mine = {"who": f"rank {current.rank} on {current.node.name}", "plan's digest": current.plan.digest}
     mine.update(registry().states())
     first = json.loads(store.compare_set(f"{prefix}/first", "", json.dumps(mine)))
-    key = next((key for key in sorted({*mine, *first} - {"who"}) if mine.get(key) != first.get(key)), None)
-    if key is not None:
-        what = "differ in" if key == "plan's digest" else "are patched differently:"
-        here, there = (f"{state.get(key)!r} on {state['who']}" for state in (mine, first))
-        error = f"the ranks {what} {key}: it is {here} and {there}; install and give the same everywhere"
-        difference = store.compare_set(f"{prefix}/difference", "", error).decode()
-        raise HolmesError(error) if difference == error else RemoteError(difference)  # once is enough
+    difference = _difference(mine, first)
+    if difference:
+        reported = store.compare_set(f"{prefix}/difference", "", difference).decode()
+        if reported == difference:
+            raise HolmesError(difference)
+        raise RemoteError(reported)  # one rank's message is enough
     if not waits:
         return
+
     store.set(f"{prefix}/rank/{current.rank}", "")
     if store.add(f"{prefix}/count", 1) == current.plan.world_size:
         store.set(f"{prefix}/difference", "none")
-    try:
-        store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
-    except RuntimeError:  # torch.distributed.DistError is one
-        everyone = range(current.plan.world_size)
-        missing = [rank for rank in everyone if not store.check([f"{prefix}/rank/{rank}"])]
-        what = f"did not come to init_process_group within {current.options.timeout} s (--holmes-timeout)"
-        raise HolmesError(
-            f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}") from None
-    if (difference := store.get(f"{prefix}/difference").decode()) != "none":
+    _wait_for_all_ranks(store, prefix, current)
+    difference = store.get(f"{prefix}/difference").decode()
+    if difference != "none":
         raise RemoteError(difference)
 
 
-def _options(current: Session, ranks: tuple[int, ...], given: Any, timeout: timedelta | None,
-             parent: Any = None) -> Any:
-    """parent: options of the group that this one is split from."""
+def _difference(mine: dict[str, str], first: dict[str, str]) -> str:
+    """Return the first difference between two ranks' plans and patches, in words; "" if there is none.
+
+    Args:
+        mine: "who" -> this rank and its node, "plan's digest" -> a hash, and a state for each patch.
+        first: The same of the rank that came first.
+    """
+    keys = sorted({*mine, *first} - {"who"})
+    key = next((key for key in keys if mine.get(key) != first.get(key)), None)
+    if key is None:
+        return ""
+    what = "differ in" if key == "plan's digest" else "are patched differently:"
+    here = f"{mine.get(key)!r} on {mine['who']}"
+    there = f"{first.get(key)!r} on {first['who']}"
+    return f"the ranks {what} {key}: it is {here} and {there}; install and give the same everywhere"
+
+
+def _wait_for_all_ranks(store: Any, prefix: str, current: Session) -> None:
+    """Wait until all ranks have compared their patches, or one has found a difference.
+
+    Raises:
+        HolmesError: ranks did not come within --holmes-timeout.
+    """
+    try:
+        store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
+    except RuntimeError:  # torch.distributed.DistError is one
+        all_ranks = range(current.plan.world_size)
+        missing = [rank for rank in all_ranks if not store.check([f"{prefix}/rank/{rank}"])]
+        what = f"did not come to init_process_group within {current.options.timeout} s (--holmes-timeout)"
+        raise HolmesError(
+            f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}"
+        ) from None
+
+
+def _nccl_options(
+    current: Session,
+    ranks: tuple[int, ...],
+    program_options: Any,
+    timeout: timedelta | None,
+    parent_options: Any = None,
+) -> Any:
+    """Return the options of an NCCL group, with the network that the plan assigns to the group's ranks.
+
+    Args:
+        program_options: Those that the program gave, or None.
+        parent_options: Those of the group from which this one is split.
+
+    Raises:
+        HolmesError: a configuration file of NCCL forces another network.
+    """
     from torch.distributed import ProcessGroupNCCL
 
     if not hasattr(ProcessGroupNCCL.Options().config, "net_name"):
-        return given  # NCCL before 2.17: it chooses by itself
-    over = current.transport(ranks, "nccl")
+        return program_options  # NCCL before 2.17 chooses the network itself
+    transport = current.transport(ranks, "nccl")
     try:
-        refuse_forced(over, current.forced_nets)
+        refuse_forced(transport, current.forced_nets)
     except HolmesError as error:
-        raise told_once(error) from None
-    return nccl_options(over, given, ProcessGroupNCCL.Options, timeout, parent)
+        raise told_once(error) from None  # all ranks of the group fail; one prints the message
+    return nccl_options(transport, program_options, ProcessGroupNCCL.Options, timeout, parent_options)
 
 
 def _record(current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:
-    planned, fabrics = current.transport(ranks, backend), current.site.fabric_by_name
-    transport = as_made(planned, current.node, backend, fabrics, options)
+    """Add a group to the session's list, with the NIC that it uses, and print it with --holmes-verbose on.
+
+    The NIC differs from the plan's if the user has set another one for gloo or NCCL.
+    """
+    planned = current.transport(ranks, backend)
+    transport = as_made(planned, current.node, backend, current.site.fabric_by_name, options)
     current.groups.append(GroupRecord(name, ranks, backend, transport))
     if current.options.verbose == "on" and current.rank == ranks[0]:
         members = some_of(ranks, separator=",")
@@ -203,5 +264,5 @@ PATCHES = (
           _give_split_group_its_nic, only=">=2.5"),
     Patch(RANKS, f"{_C10D}:destroy_process_group",
           "DistributedDataParallel ends its group with the interpreter's lock held, for which gloo waits",
-          _let_threads_forget),
+          _destroy_when_threads_are_done),
 )  # fmt: skip

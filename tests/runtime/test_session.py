@@ -86,7 +86,7 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     made = build_plan(site, random_sites.sizes(rng, site.world_size))
     plan = parse_plan(made.to_json(), made.source)
     monkeypatch.setattr(
-        torch_groups, "_options", lambda current, ranks, *_: current.transport(ranks, "nccl").net_name)
+        torch_groups, "_nccl_options", lambda current, ranks, *_: current.transport(ranks, "nccl").net_name)
     monkeypatch.setattr(torch_groups, "agree_on_patches", lambda *_, **__: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     seen = []

@@ -67,7 +67,7 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
                     wrapped(batch(rank, step, part)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-    state = ddp_patches._installed.get(wrapped)
+    state = ddp_patches._reducers.get(wrapped)
     across = getattr(state and state.all_reduce, "bytes_across", 0) / 1e6
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     return weights, across, wrapped._get_ddp_logging_data().get("comm_hook", "")
@@ -200,7 +200,7 @@ def in_one_cluster(rank):
     start(rank, "a ib 2Gb/s a[0-3]")
     wrapped = DistributedDataParallel(nn.Linear(512, 512))
     return wrapped.bucket_bytes_cap, "comm_hook" in wrapped._get_ddp_logging_data(), len(
-        ddp_patches._installed)
+        ddp_patches._reducers)
 
 
 def test_inside_a_cluster_nothing_is_touched():
@@ -244,7 +244,7 @@ def int8(rank, wire):
         model.zero_grad()
         wrapped(inputs).square().mean().backward()
         errors.append(model.weight.grad - true)
-    state = ddp_patches._installed[wrapped]
+    state = ddp_patches._reducers[wrapped]
     return (errors[1].abs().max().item(), sum(errors[1:]).abs().max().item(),
             len(state.all_reduce._residuals._of))
 
@@ -317,7 +317,7 @@ def on_a_gpu(monkeypatch):
     """(a bucket, its state, the module that the state must not keep)"""
     one, ddp = Recording(monkeypatch), nn.Module()
     ddp.process_group = SimpleNamespace(size=lambda: 4)
-    return one, ddp_patches.Buckets(ddp, one), ddp
+    return one, ddp_patches.BucketReducer(ddp, one), ddp
 
 
 def test_on_a_gpu_a_side_stream_waits_for_the_sum_and_completes_the_future(monkeypatch):
@@ -337,7 +337,7 @@ def test_on_a_gpu_a_pipeline_s_buckets_wait_when_its_schedule_ends(monkeypatch):
     copy = SimpleNamespace(data_ptr=lambda: 1, copy_=lambda gradient: one.note("copy"))
     one.parameters = lambda: [SimpleNamespace(grad=copy)]
     one.gradients = lambda: [SimpleNamespace(data_ptr=lambda: 2)]
-    state.later = []
+    state.postponed = []
     assert ddp_patches.two_level_hook(state, one) is one
     assert one.log == [("divide by 4", "backward"), ("launch", "backward"), ("complete", "backward")]
     state.finish()

@@ -90,7 +90,7 @@ def test_the_store_stays_where_the_launcher_put_it(process, launched_rank, renum
 
 def agree(store, sessions, monkeypatch):
     """agree_on_patches() of every session in a thread each, as if each were a process; what each raised."""
-    monkeypatch.setattr(torch_distributed, "_agreed", itertools.repeat(0))
+    monkeypatch.setattr(torch_distributed, "_default_group_numbers", itertools.repeat(0))
     outcome = {}
 
     def one(current):
@@ -110,7 +110,7 @@ def agree(store, sessions, monkeypatch):
 def test_ranks_that_are_patched_differently_are_told(monkeypatch):
     store, states = dist.HashStore(), registry().states()
     target = sorted(states)[0]
-    monkeypatch.setattr(torch_distributed, "_agreed", itertools.repeat(0))
+    monkeypatch.setattr(torch_distributed, "_default_group_numbers", itertools.repeat(0))
     torch_distributed.agree_on_patches(store, session_of(0), waits=False)
     torch_distributed.agree_on_patches(store, session_of(1), waits=False)
     monkeypatch.setattr(type(registry()), "states", lambda self: {**states, target: "on 9.9"})
@@ -274,5 +274,5 @@ def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, back
     monkeypatch.setattr(torch_distributed, "let_threads_forget", lambda: events.append("waited"))
     helper = recorder([], new_process_group_helper)
     torch_distributed._give_group_its_nic(helper, None, (2, 0, [0, 1], backend, "store", "name"), {})
-    torch_distributed._let_threads_forget(lambda: events.append("ended"), None, (), {})
+    torch_distributed._destroy_when_threads_are_done(lambda: events.append("ended"), None, (), {})
     assert events == expected

@@ -49,7 +49,7 @@ def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
         registry().undo()
         session.set_active(None)
         # a mesh's dimension over all ranks is the default group, which the next case has too
-        pipelining._pairs.clear()
+        pipelining._pair_groups.clear()
 
 
 def make(index, stages, mesh, data, options):
@@ -95,7 +95,7 @@ def both(rank, *args, clusters=CLUSTERS, **more):
     with holmes(rank, clusters):
         ours, stages = train(*args, **more)
         pairs = {peer: dist.get_process_group_ranks(group) for peer, group in
-                 pipelining._pairs[stages[0].group].items()}
+                 pipelining._pair_groups[stages[0].group].items()}
     difference = max(float((a - b).abs().max()) for a, b in zip(stock, ours, strict=True))
     return difference, pairs
 
@@ -141,7 +141,7 @@ def scaled_at(rank, args):
     """(what happened in a step), in order: a reduction that starts, ends, a stage's backward."""
     events = []
     with holmes(rank):
-        buckets = ddp_patches.Buckets
+        buckets = ddp_patches.BucketReducer
         reduce, finish, backward = buckets.reduce, buckets.finish, PipelineStage.backward_one_chunk
         buckets.reduce = lambda self, bucket: events.append("reduce") or reduce(self, bucket)
         buckets.finish = lambda self: events.append("finish") or finish(self)
