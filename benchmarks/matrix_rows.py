@@ -1,35 +1,37 @@
-"""The rows of benchmarks/matrix.py: which versions, in which Python, and what is run with them."""
+"""Lists the rows of benchmarks/matrix.py: combinations of versions, and the tests that run with each.
+
+Most rows vary the version of one package, torch or a framework. A row of the kind "pair" has a torch and
+several frameworks of the same time. docs/versions.md has a table for each kind.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: What runs in the lab: 2 + 2 nodes DeepSpeed's and megatron-core's pipelines, 4 + 4 the others.
+#: Training jobs that matrix_lab.py measures on emulated clusters: the pipelines of DeepSpeed and megatron-core
+#: on 2 + 2 nodes, the others on 4 + 4.
 SCENES = ("deepspeed", "megatron-core", "Trainer", "FSDP2", "Megatron-DeepSpeed")
 
 
 @dataclass(frozen=True)
 class Row:
-    """An environment that somebody has.
-
-    torch: what pip takes for it; "": that of this environment, whose packages are there too, below
-    `packages`. source: a tag or branch of Megatron-LM's, from the clone of tests/checkouts.py. features: the
-    distributions whose features are counted. tests: files and options of pytest. lab: of SCENES. nccl: tests
-    over NCCL on emulated GPUs, whose runtime is CUDA 13's. kind: the table that the row stands in.
-    torchtitan: packages for a folder of their own (requirements/torchtitan.txt says why).
-    """
+    """A combination of versions that users have, and what benchmarks/matrix.py runs with it."""
 
     name: str
-    kind: str
-    packages: tuple[str, ...] = ()
+    kind: str  # the table that shows the row
+    packages: tuple[str, ...] = ()  # that pip installs, e.g. "deepspeed==0.18.1"
+    #: What pip installs as torch, e.g. "torch==2.9.1". "": torch, and all that is not in `packages`, are those
+    #: of the environment that runs matrix.py.
     torch: str = ""
-    python: str = ""
-    source: str = ""
-    features: tuple[str, ...] = ("torch",)
-    tests: tuple[str, ...] = ()
-    few: tuple[str, ...] = ()
-    lab: tuple[str, ...] = ()
-    nccl: tuple[str, ...] = ()
+    python: str = ""  # version, e.g. "3.12"; "": the Python that runs matrix.py
+    source: str = ""  # tag or branch of the Megatron-LM clone (tests/checkouts.py); "": Megatron is a package
+    features: tuple[str, ...] = ("torch",)  # packages whose features in holmes are counted
+    tests: tuple[str, ...] = ()  # files and options of pytest
+    few: tuple[str, ...] = ()  # the same for `make old-versions`: some tests that take minutes
+    lab: tuple[str, ...] = ()  # names from SCENES
+    nccl: tuple[str, ...] = ()  # tests over NCCL on emulated GPUs, which emulate the runtime of CUDA 13
+    #: torchtitan and its packages. They get a folder of their own, for the reason that
+    #: requirements/torchtitan.txt gives.
     torchtitan: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -133,12 +135,12 @@ ROWS = {row.name: row for row in (
     _pretrain("0.18.9", "torchvision==0.16.0"),
     _pretrain("0.19.8"),
 )}
-#: torchtitan with the packages of requirements/torchtitan.txt, and two that it requires since 0.3.
+#: torchtitan, the packages of requirements/torchtitan.txt, and two that torchtitan requires since version 0.3.
 NEXT_TORCHTITAN = (
     "torchtitan", "torchdata", "datasets", "pyarrow", "pandas", "python-dateutil", "dill", "multiprocess",
     "xxhash", "tyro", "docstring_parser", "typeguard", "tensorboard", "tensorboard-data-server", "absl-py",
     "grpcio", "Markdown", "protobuf", "Werkzeug", "spmd_types", "torch_checkpointing",
 )  # fmt: skip
-#: The newest of everything, whatever it is: `make matrix NEXT=1`.
+#: The newest version of everything, which is no row of the table: `make matrix NEXT=1` runs it.
 NEXT = Row("next", "next", ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning"), "torch",
            features=ALL, tests=NEXT_TESTS, torchtitan=NEXT_TORCHTITAN)
