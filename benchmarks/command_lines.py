@@ -1,12 +1,14 @@
-"""Are the Megatrons' example scripts understood? Each that trains a GPT, Llama or MoE model is read, each of
-its flags (and its ds_config's keys) has an effect, is named, or is known to change nothing, and its layout is
-priced.
+"""Counts how much holmes understands of the example scripts of Megatron-LM and Megatron-DeepSpeed.
 
     python benchmarks/command_lines.py --json benchmarks/results/command_lines.json
 
-needs checkouts of both (tests/checkouts.py says where);
-nothing of them is run but the shell scripts that put a command line together (example_scripts.py), nothing is
-trained.
+The scripts are those that train a GPT, Llama or MoE model. For each of them, holmes reads the command line
+and predicts the time of a training step. Counted are the models and layouts that it understands, and the
+flags (and keys of the ds_config) that have an effect on the plan, are named as not read, change nothing, or
+are unknown.
+
+Both checkouts are needed (tests/checkouts.py says where). Nothing is trained: only the shell scripts run that
+compose a command line (example_scripts.py).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from holmes_ext.plan.search.as_plan import given, shape_of
 from holmes_ext.plan.search.result import SearchResult
 from holmes_ext.plan.sizes import Sizes
 
+#: Name in --scenes -> name of the checkout.
 SCENES = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 ROOT = Path(__file__).resolve().parents[1]
 #: A script that takes its micro-batch and all else from who calls it: there is nothing in it to price.
@@ -37,10 +40,11 @@ FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
 
 
 def checkout(scene: str) -> Path:
-    """Status 2 after one line where there is none."""
-    folder = find_checkout(SCENES[scene])
+    """Return the folder of the scene's checkout. If it is missing, the program exits with status 2."""
+    repository = SCENES[scene]
+    folder = find_checkout(repository)
     if folder is None:
-        tell(f"command_lines.py: {why_missing(SCENES[scene])}")
+        tell(f"command_lines.py: {why_missing(repository)}")
         raise SystemExit(2)
     return folder
 

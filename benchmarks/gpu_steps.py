@@ -1,18 +1,25 @@
-"""Overlap on CUDA streams, by the emulated GPU's clock: stock, holmes and the all-RDMA bound over NCCL.
+"""Measures training steps over NCCL on emulated GPUs, where kernels and reductions overlap on CUDA streams.
 
     .venv-gpu/bin/python benchmarks/gpu_steps.py --json FILE [--scenes DeepSpeed,...] [--repetitions 1]
 
-4 + 4 nodes of one emulated GPU each, pipeline 2, data 4: examples/deepspeed_pipeline, examples/megatron_core,
-and the pretrain_gpt.py of Megatron-DeepSpeed and of Megatron-LM (with its distributed optimizer; not
-predicted) where their checkouts are found (tests/checkouts.py). Real are the CUDA build of torch,
-the engines, NCCL's host code, sockets and limited rates; a matrix product keeps its stream busy for FLOPs /
-SLOWER of 2.3 GFLOP/s. Networks are SLOWER times slower than examples/clusters' two_clusters_8.toml, too: a
-step lasts as many times longer, and what this machine's two cores need for eight ranks is a smaller part of
-it (the rows say how busy they were). The two scripts, which need most, are the slowest. All four take half an
-hour.
+Each scene is one training program on 4 + 4 nodes with one emulated GPU each: 2 pipeline stages, 4
+data-parallel replicas. The programs are examples/deepspeed_pipeline, examples/megatron_core, and the
+pretrain_gpt.py of Megatron-DeepSpeed and of Megatron-LM (with its distributed optimizer), if their checkouts
+exist (tests/checkouts.py). Each runs in three variants:
 
-Predicted by plan/simulate/step.py, with one number fitted for each engine, software's seconds of a block, to
-the step of stock on one fast cluster, which is no scene of the prediction.
+    stock       without holmes, on an InfiniBand and a RoCE cluster that Ethernet connects
+    holmes      the same with holmes
+    all-RDMA    without holmes, on a single InfiniBand cluster: the bound
+
+The CUDA build of torch, the engines, NCCL's host code, the sockets and their limited rates are real. GPUs are
+emulated: a matrix product occupies its stream for as long as a GPU of 2.3 GFLOP/s / SLOWER would need.
+Networks are SLOWER times slower than those of examples/clusters/two_clusters_8.toml, too. A step therefore
+lasts SLOWER times longer, and the work of this machine's two cores for eight ranks is a smaller part of it
+(the rows say how busy the cores were). All four scenes take half an hour.
+
+plan/simulate/step.py predicts the steps of stock and holmes, except for Megatron-LM. One number is fitted for
+each engine: the seconds that its software needs for a transformer block, so that the predicted step of
+all-RDMA is the measured one.
 """
 
 from __future__ import annotations
@@ -52,19 +59,21 @@ from clusters import toml  # noqa: E402
 from integration_tests.gpu import commands  # noqa: E402
 from integration_tests.megatron_deepspeed.job import byte_vocabulary, read_log  # noqa: E402
 
+#: Scene -> factor by which its GPUs and networks are slowed down. The two scripts need the CPU longest.
 SLOWER = {"DeepSpeed": 5, "megatron-core": 5, "Megatron-DeepSpeed": 8, "Megatron-LM": 8}
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCHES, STAGES = 6, 288, 16, 4, 2
 SKIP = 3
 MODEL = (f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1 "
          f"--micro-batches {MICRO_BATCHES}").split()
-#: Scene -> engine of TRAITS; the first two with their example, its flag of stages, what is imported once; the
-#: others are scripts of a checkout.
+#: Scene -> name of its engine in prediction.TRAITS.
 ENGINES = {"DeepSpeed": "deepspeed", "megatron-core": "megatron", "Megatron-DeepSpeed": "deepspeed",
            "Megatron-LM": "megatron"}
+#: Scene -> folder below examples/, its flag for the number of stages, and modules to import before a fork.
 SCRIPTS = {
     "DeepSpeed": ("deepspeed_pipeline", "--stages", ("torch", "deepspeed")),
     "megatron-core": ("megatron_core", "--pipeline", ("torch",)),
 }
+#: Scenes that run the pretrain_gpt.py of the checkout with the same name.
 CHECKOUTS = ("Megatron-DeepSpeed", "Megatron-LM")
 
 
@@ -184,20 +193,28 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
 
 
 def scene(name: str, repetitions: int, steps: int) -> list[Row]:
+    """Measure stock, holmes and all-RDMA, and return the rows; none if the scene's checkout is missing."""
     with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory, "cluster.toml")
-        ethernet, ib, roce = (f"{rate / SLOWER[name]:g}Mb/s" for rate in (250, 2000, 1600))
-        file.write_text(toml(f"a ib {ib} a[0-3]", f"b roce {roce} b[0-3]", ethernet=ethernet))
-        spec = load_spec(file)
-        run = partial(example, name)
         if name in CHECKOUTS:
             source = find_checkout(name)
             if source is None:
                 tell(f"{name}: skipped; {why_missing(name)}")
                 return []
             run = partial(pretrain_gpt, name, folder=Path(directory), source=source)
-        series = run(variants_of(spec, file), repetitions=repetitions, steps=steps)
+        else:
+            run = partial(example, name)
+
+        cluster_file = Path(directory, "cluster.toml")
+        cluster_file.write_text(cluster_toml(slower=SLOWER[name]))
+        spec = load_spec(cluster_file)
+        series = run(variants_of(spec, cluster_file), repetitions=repetitions, steps=steps)
         return rows_of(name, spec, series)
+
+
+def cluster_toml(slower: float) -> str:
+    """Return the text of cluster.toml for 4 + 4 nodes, with all rates divided by `slower`."""
+    infiniband, roce, ethernet = (f"{megabits / slower:g}Mb/s" for megabits in (2000, 1600, 250))
+    return toml(f"a ib {infiniband} a[0-3]", f"b roce {roce} b[0-3]", ethernet=ethernet)
 
 
 def main() -> int:

@@ -1,5 +1,7 @@
-"""What every benchmark shares: rows in the contract's form, the machine they were made on, the table, the
-file.
+"""Provides what all benchmarks share: the rows of results, their table, and the JSON file that --json names.
+
+A scene is one configuration that a benchmark measures. The file contains the results, and the machine and the
+versions that they were measured with:
 
 {"machine": ..., "versions": ...,
  "rows": [{"scene", "metric", "value", "unit", "spread": [min, max], "emulated", "target", "met"}]}
@@ -26,7 +28,7 @@ from rich.table import Table
 from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-# for those who import them from here
+# The benchmarks import these functions from here, so that only this module changes sys.path.
 from checkouts import checkouts_folder as checkouts_folder  # noqa: E402
 from checkouts import find_checkout as find_checkout  # noqa: E402
 from checkouts import why_missing as why_missing  # noqa: E402

@@ -1,28 +1,30 @@
-"""Which versions of torch and of the frameworks holmes was run with: for each row of matrix_rows.py, in an
-environment of its own, what fits, the tests, and runs in the lab.
+"""Runs holmes with many versions of Python, torch and the frameworks.
 
-    make matrix                         what FILE does not have yet; it may be ended at any time, and goes on
-                                        there
-    make matrix NEXT=1                  the newest of everything: what of it no longer fits, in some minutes
+matrix_rows.py lists the combinations of versions, the rows. For each row, this program creates a Python
+environment, runs the parts below in it, and deletes the environment.
+
+    make matrix                         runs the parts of which FILE has no result yet. It may be ended at any
+                                        time, and then continues where it was
+    make matrix NEXT=1                  installs the newest version of everything, and prints what fails there
     python benchmarks/matrix.py --json FILE --scenes "torch 2.6.0,..." [--parts check,tests,lab]
-                                        these, once more
+                                        runs these parts of these rows again
 
-    check    `holmes patches --check`: features that are on and off; `holmes doctor` must name those that are
-             off
-    tests    tests of the row's features, losses against stock's, overlap and checkpoints among them
-    lab      stock against holmes on emulated clusters (matrix_lab.py), compute emulated
-    nccl     tests of torch's features once more, over NCCL on emulated GPUs (HOLMES_NCCL_SOURCE has its
-             source), for rows whose torch those can be built for
+    check    counts the features of holmes that are on and off with these versions (`holmes patches --check`).
+             `holmes doctor` must name each feature that is off
+    tests    runs the tests of the row: losses against stock's (the job without holmes), overlap, checkpoints
+    lab      compares stock and holmes on emulated clusters with emulated compute (matrix_lab.py)
+    nccl     runs the tests of torch's features over NCCL on emulated GPUs, if these support the row's torch.
+             HOLMES_NCCL_SOURCE names the folder of NCCL's source
 
-A row's environment is build/matrix/NAME: a Python and a torch of its own (5 GB with the CUDA libraries that
-pip brings, which no CPU calls; 2 GB with --slim, which leaves them out (matrix_torch.py); --pip
-"--index-url ..." where an index has CPU builds), or packages over those of this environment. It goes once
-the row is made, unless --keep is given or it was there. What stock's old torches lack on CPUs is lent by
-integration_tests/torch_on_cpu.py.
+The environment of a row is the folder build/matrix/NAME. It has its own torch if the row names a version
+(5 GB with CUDA's libraries, 2 GB without them, --slim; --pip "--index-url ..." chooses an index of CPU
+builds). Otherwise it contains only the row's packages and uses those of this environment for all else.
+With --keep, it is not deleted.
+integration_tests/torch_on_cpu.py adds to old versions of torch what they lack on CPUs.
 
-The tables in README.md and docs/versions.md are written from FILE, where that is
-benchmarks/results/matrix.json. Rows from the source of Megatron-LM or Megatron-DeepSpeed
-need a clone of it (tests/checkouts.py says where); a row of another Python needs pythonX.Y on PATH.
+If FILE is benchmarks/results/matrix.json, the tables in README.md and docs/versions.md are written from it.
+Rows that use the source of Megatron-LM or Megatron-DeepSpeed need a clone of it (tests/checkouts.py says
+where). A row with another version of Python needs pythonX.Y on PATH.
 """
 
 from __future__ import annotations
@@ -60,23 +62,28 @@ from matrix_rows import NEXT, ROWS, Row
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 PARTS = ("check", "tests", "lab", "nccl")
-#: What the tests need beside a row's packages.
+#: Packages that the tests need, beside those of the row.
 TOOLS = ("wrapt", "packaging", "rich", "psutil", "scipy", "matplotlib", "prometheus_client", "numpy",
          "setuptools", "wheel", "pybind11", "six", "regex", "pytest", "pytest-timeout",
          "pytest-rerunfailures")
-CHECKOUTS = {"Megatron-DeepSpeed": "Megatron-DeepSpeed", "source": "Megatron-LM"}
+#: pip's environment variables: DeepSpeed's C++ extensions are not compiled when DeepSpeed is installed.
+PIP_ENVIRONMENT = {**os.environ, "DS_BUILD_OPS": "0"}
 
 
 def missing(row: Row) -> str:
-    """What this machine lacks for the row; "" for nothing."""
+    """Return what this machine lacks for the row, as a sentence; "" if it lacks nothing."""
     if row.python and not shutil.which(f"python{row.python}"):
         return f"there is no python{row.python} on PATH"
-    need = "source" if row.source else row.name.partition(" ")[0]
-    name = CHECKOUTS.get(need)
-    return why_missing(name) if name and find_checkout(name) is None else ""
+    if row.source and find_checkout("Megatron-LM") is None:
+        return why_missing("Megatron-LM")
+    trains_megatron_deepspeed = row.name.startswith("Megatron-DeepSpeed ")
+    if trains_megatron_deepspeed and find_checkout("Megatron-DeepSpeed") is None:
+        return why_missing("Megatron-DeepSpeed")
+    return ""
 
 
 def folder_of(row: Row) -> Path:
+    """Return the folder of the row's Python environment."""
     return ROOT / "build" / "matrix" / re.sub(r"\W+", "-", row.name)
 
 
@@ -85,67 +92,106 @@ def torchtitan_of(row: Row) -> Path:
     return folder_of(row) / "torchtitan"
 
 
-def environment(row: Row, pip: list[str], slim: bool) -> Path:
-    """The row's Python, made where it is not there."""
+def environment(row: Row, pip_arguments: list[str], slim: bool) -> Path:
+    """Return the Python of the row's environment, which is created if it does not exist.
+
+    Args:
+        pip_arguments: More arguments of pip for the installation of torch.
+        slim: Whether torch is installed without CUDA's libraries.
+    """
     folder = folder_of(row)
     python = folder / "bin" / "python"
-    if (folder / "made").exists():
+    complete = folder / "made"  # exists once everything is installed
+    if complete.exists():
         return python
     tell(f"{row.name}: installing {' '.join((row.torch, *row.packages))}")
-    no_compiling = {**os.environ, "DS_BUILD_OPS": "0"}
     if row.torch:
-        base = f"python{row.python}" if row.python else sys.executable
-        subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
-        install = [str(python), "-m", "pip", "install", "-q"]
-        if slim:
-            matrix_torch.install(python, row.torch, pip)
-        else:
-            subprocess.run([*install, row.torch, *pip], check=True)
-        subprocess.run([*install, row.torch, *row.packages, *TOOLS], check=True, env=no_compiling)
-        if row.torchtitan:
-            apart = [*install, "--no-deps", "--target", str(torchtitan_of(row))]
-            subprocess.run([*apart, *row.torchtitan], check=True)
-        lay_out(row, folder)
-        subprocess.run([python, "-c", "import torch"], check=True)
+        _install_own_torch(row, python, pip_arguments, slim)
     else:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
-        lay_out(row, folder)  # first: pip needs this environment's setuptools there
-        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps",
-                   "--no-build-isolation", "--ignore-installed"]
-        if row.packages:
-            subprocess.run([*install, *row.packages], check=True, env=no_compiling)
-    (folder / "made").touch()
+        _install_over_this_environment(row, python)
+    complete.touch()
     return python
 
 
-def lay_out(row: Row, folder: Path) -> None:
-    """holmes, Megatron-LM's source, and what CPUs need, on the environment's path."""
-    (site,) = folder.glob("lib/python*/site-packages")
+def _install_own_torch(row: Row, python: Path, pip_arguments: list[str], slim: bool) -> None:
+    """Create an environment with the row's version of torch, its packages and what the tests need."""
+    folder = folder_of(row)
+    base_python = f"python{row.python}" if row.python else sys.executable
+    subprocess.run([base_python, "-m", "venv", "--clear", folder], check=True)
+    install = [str(python), "-m", "pip", "install", "-q"]
+    if slim:
+        matrix_torch.install(python, row.torch, pip_arguments)
+    else:
+        subprocess.run([*install, row.torch, *pip_arguments], check=True)
+    # torch is named again, so that no package replaces it by another version.
+    subprocess.run([*install, row.torch, *row.packages, *TOOLS], check=True, env=PIP_ENVIRONMENT)
+    if row.torchtitan:
+        into_folder = ["--no-deps", "--target", str(torchtitan_of(row))]
+        subprocess.run([*install, *into_folder, *row.torchtitan], check=True)
+    extend_path(row, folder)
+    subprocess.run([python, "-c", "import torch"], check=True)
+
+
+def _install_over_this_environment(row: Row, python: Path) -> None:
+    """Create an environment with the row's packages only; it imports all others from this environment."""
+    folder = folder_of(row)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+    extend_path(row, folder)  # before pip runs, which needs the setuptools of this environment
+    if row.packages:
+        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps",
+                   "--no-build-isolation", "--ignore-installed"]
+        subprocess.run([*install, *row.packages], check=True, env=PIP_ENVIRONMENT)
+
+
+def extend_path(row: Row, folder: Path) -> None:
+    """Write a .pth file that adds folders to the import path of the row's environment.
+
+    They are those of holmes and of the row's Megatron-LM, which is extracted here. An environment with its
+    own torch also imports torch_on_cpu at start, and one without gets the packages of this environment.
+    """
+    (site_packages,) = folder.glob("lib/python*/site-packages")
     lines = [str(ROOT)]
     if row.source:
-        clone, source = checkouts_folder() / "Megatron-LM", folder / "checkouts" / "Megatron-LM"
-        source.mkdir(parents=True, exist_ok=True)
-        branch = row.source if row.source != "main" else "HEAD"
-        archive = subprocess.run(["git", "-C", clone, "archive", branch], check=True, capture_output=True)
-        subprocess.run(["tar", "-x", "-C", source], input=archive.stdout, check=True)
-        lines.insert(0, str(source))
+        lines.insert(0, str(_extract_megatron_lm(row.source, folder)))
     if row.torch:
         lines += [str(ROOT / "integration_tests"), "import torch_on_cpu"]
     else:
-        purelib = subprocess.run([sys.executable, "-c",
-                                  "import sysconfig; print(sysconfig.get_path('purelib'))"],
-                                 check=True, capture_output=True, text=True).stdout.strip()
-        lines.append(f"import site; site.addsitedir({purelib!r})")
-    (site / "000_matrix.pth").write_text("\n".join(lines) + "\n")
-    shutil.copy(ROOT / "holmes_ext.pth", site)
+        print_folder = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        printed = subprocess.run([sys.executable, "-c", print_folder], check=True, capture_output=True,
+                                 text=True)
+        packages_folder = printed.stdout.strip()
+        lines.append(f"import site; site.addsitedir({packages_folder!r})")
+    (site_packages / "000_matrix.pth").write_text("\n".join(lines) + "\n")
+    shutil.copy(ROOT / "holmes_ext.pth", site_packages)
 
 
-def run(row: Row, python: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    source_env = {"HOLMES_CHECKOUTS": str(python.parents[1] / "checkouts")} if row.source else {}
-    titan_env = {"HOLMES_TEST_TORCHTITAN": str(torchtitan_of(row))} if row.torchtitan else {}
-    # "0": no exhaustive tests, of which each commit would try others
-    environ = {"HOLMES_TEST_FULL": "0", **os.environ, **source_env, **titan_env, "DS_ACCELERATOR": "cpu",
-               "PATH": f"{python.parent}:{os.environ['PATH']}", **more}
+def _extract_megatron_lm(revision: str, folder: Path) -> Path:
+    """Extract a tag or branch of the Megatron-LM clone into the environment, and return its folder there."""
+    clone = checkouts_folder() / "Megatron-LM"
+    extracted = folder / "checkouts" / "Megatron-LM"
+    extracted.mkdir(parents=True, exist_ok=True)
+    if revision == "main":
+        revision = "HEAD"  # the commit of main that the clone has checked out
+    archive = subprocess.run(["git", "-C", clone, "archive", revision], check=True, capture_output=True)
+    subprocess.run(["tar", "-x", "-C", extracted], input=archive.stdout, check=True)
+    return extracted
+
+
+def run(row: Row, python: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the Python of the row's environment with these arguments and more environment variables."""
+    row_env = {}
+    if row.source:
+        row_env["HOLMES_CHECKOUTS"] = str(folder_of(row) / "checkouts")  # the row's version of Megatron-LM
+    if row.torchtitan:
+        row_env["HOLMES_TEST_TORCHTITAN"] = str(torchtitan_of(row))
+    environ = {
+        "HOLMES_TEST_FULL": "0",  # no exhaustive tests: each commit would select others
+        **os.environ,
+        **row_env,
+        "DS_ACCELERATOR": "cpu",
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        **env,
+    }
     return subprocess.run([str(python), *arguments], cwd=ROOT, capture_output=True, text=True, env=environ)
 
 

@@ -1,8 +1,10 @@
-"""In the environment of a row of benchmarks/matrix.py: one scene in the lab, stock and under holmes in turns.
+"""Measures one training job on an emulated cluster, without holmes (stock) and with it in turns.
 
-    python benchmarks/matrix_lab.py SCENE --repetitions 3      prints JSON: seconds of a
-                                                               step, difference of losses, share of the
-                                                               cores that was used
+    python benchmarks/matrix_lab.py SCENE --repetitions 3
+
+SCENE is one of matrix_rows.SCENES. benchmarks/matrix.py runs this program in the environment of each row. It
+prints JSON: the seconds of a step, the largest difference of the losses, and the share of this machine's
+cores that was used.
 """
 
 from __future__ import annotations
@@ -75,18 +77,28 @@ def fsdp2(repetitions: int) -> dict[str, Series]:
 
 
 def pretrain(repetitions: int) -> dict[str, Series]:
-    """Megatron-DeepSpeed's pretrain_gpt.py of a checkout."""
+    """Measure the pretrain_gpt.py of Megatron-DeepSpeed's checkout on 4 + 4 nodes."""
     import megatron_deepspeed
 
-    pair = variants("two_clusters_8.toml")
-    with tempfile.TemporaryDirectory() as folder, Lab(pair[0].spec, realtime=True) as emulated:
-        series = {variant.name: Series(variant.name) for variant in pair}
-        checkout = megatron_deepspeed.prepared(checkouts_folder() / "Megatron-DeepSpeed", Path(folder))
-        command = megatron_deepspeed.command_of(checkout, 4, len(pair[0].order), STEPS)
+    stock, holmes = variants("two_clusters_8.toml")
+    series = {variant.name: Series(variant.name) for variant in (stock, holmes)}
+    source = checkouts_folder() / "Megatron-DeepSpeed"
+    with tempfile.TemporaryDirectory() as folder, Lab(stock.spec, realtime=True) as emulated:
+        checkout = megatron_deepspeed.copy_checkout(source, Path(folder))
+        command = megatron_deepspeed.command_of(
+            checkout, micro_batches=int(BATCH), ranks=len(stock.order), steps=STEPS
+        )
         for _ in range(repetitions):
-            for variant in pair:
-                megatron_deepspeed.measure(emulated, variant, checkout, command, 2.3e9, STEPS,
-                                           series[variant.name])
+            for variant in (stock, holmes):
+                megatron_deepspeed.measure(
+                    emulated,
+                    variant,
+                    checkout,
+                    command,
+                    flops=megatron_deepspeed.SCENES["4+4"].flops,
+                    steps=STEPS,
+                    series=series[variant.name],
+                )
     return series
 
 

@@ -1,51 +1,54 @@
-"""The rows of benchmarks/matrix.py: which versions, in which Python, and what is run with them."""
+"""Lists the rows of benchmarks/matrix.py: combinations of versions, and the tests that run with each.
+
+Most rows vary the version of one package, torch or a framework. A row of the kind "pair" has a torch and
+several frameworks of the same time. docs/versions.md has a table for each kind.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: What runs in the lab: 2 + 2 nodes DeepSpeed's and megatron-core's pipelines, 4 + 4 the others.
+#: Training jobs that matrix_lab.py measures on emulated clusters: the pipelines of DeepSpeed and
+#: megatron-core on 2 + 2 nodes, the others on 4 + 4.
 SCENES = ("deepspeed", "megatron-core", "Trainer", "FSDP2", "Megatron-DeepSpeed")
 
 
 @dataclass(frozen=True)
 class Row:
-    """An environment that somebody has.
-
-    torch: what pip takes for it; "": that of this environment, whose packages are there too, below
-    `packages`. source: a tag or branch of Megatron-LM's, from the clone of tests/checkouts.py. features: the
-    distributions whose features are counted. tests: files and options of pytest. lab: of SCENES. nccl: tests
-    over NCCL on emulated GPUs, whose runtime is CUDA 13's. kind: the table that the row stands in.
-    torchtitan: packages for a folder of their own (requirements/torchtitan.txt says why).
-    """
+    """A combination of versions that users have, and what benchmarks/matrix.py runs with it."""
 
     name: str
-    kind: str
-    packages: tuple[str, ...] = ()
+    kind: str  # the table that shows the row
+    packages: tuple[str, ...] = ()  # that pip installs, e.g. "deepspeed==0.18.1"
+    #: What pip installs as torch, e.g. "torch==2.9.1". "": torch, and all that is not in `packages`, are
+    #: those of the environment that runs matrix.py.
     torch: str = ""
-    python: str = ""
-    source: str = ""
-    features: tuple[str, ...] = ("torch",)
-    tests: tuple[str, ...] = ()
-    few: tuple[str, ...] = ()
-    lab: tuple[str, ...] = ()
-    nccl: tuple[str, ...] = ()
+    python: str = ""  # version, e.g. "3.12"; "": the Python that runs matrix.py
+    source: str = ""  # tag or branch of the Megatron-LM clone (tests/checkouts.py); "": Megatron is a package
+    features: tuple[str, ...] = ("torch",)  # packages whose features in holmes are counted
+    tests: tuple[str, ...] = ()  # files and options of pytest
+    few: tuple[str, ...] = ()  # the same for `make old-versions`: some tests that take minutes
+    lab: tuple[str, ...] = ()  # names from SCENES
+    nccl: tuple[str, ...] = ()  # tests over NCCL on emulated GPUs, which emulate the runtime of CUDA 13
+    #: torchtitan and its packages. They get a folder of their own, for the reason that
+    #: requirements/torchtitan.txt gives.
     torchtitan: tuple[str, ...] = ()
 
     def __post_init__(self):
         assert "," not in self.name, f"{self.name}: --scenes (ROWS of make matrix) is split at commas"
 
 
-#: Of each feature of torch, NICs, DDP, FSDP, pipelining, joined jobs and telemetry: the weights or losses are
-#: stock's.
+#: Tests that weights or losses equal those of stock (the job without holmes), for each feature of holmes for
+#: torch: NICs, DDP, FSDP, pipelining, joined jobs and telemetry.
 TORCH_TESTS = ("tests/patches/torch", "tests/runtime/measure/test_telemetry.py",
                "tests/runtime/outer/test_stacks_of_torch.py",
                "integration_tests/stacks/test_trainer_joined.py::test_trainers_read_different_parts",
                "integration_tests/stacks/test_pipelining.py::test_losses_are_stock_s[breadth first]")
-#: Scripts that users have, on emulated clusters: the same, and what crosses.
+#: The same for users' scripts on emulated clusters, and tests of the bytes between the clusters.
 SCRIPT_TESTS = (*(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining")),
                 "integration_tests/stacks/test_trainer.py::test_losses_are_stock_s_and_only_sums_cross")
-#: What of torch's features can run over NCCL: sums, overlap, two levels, narrow messages, scripts.
+#: Tests of torch's features that can run over NCCL: reductions, overlap, hierarchical all-reduce, compressed
+#: activations, scripts.
 NCCL_TESTS = (*(f"tests/runtime/reduce/test_{name}.py"
                 for name in ("compress", "reducer", "tied", "two_level")),
               "tests/runtime/groups/test_wire.py",
@@ -55,11 +58,11 @@ DEEPSPEED_TESTS = tuple(f"integration_tests/deepspeed/test_{name}.py"
 MEGATRON_TESTS = tuple(f"integration_tests/megatron/test_{name}.py"
                        for name in ("core", "experts", "joined", "slices", "megatron_lm"))
 PRETRAIN_TESTS = ("integration_tests/megatron_deepspeed", "-k", "same_losses or overlapped or pass_between")
-#: What .ci/run has of an old version of a framework.
+#: Tests that .ci/run runs with an old version of a framework.
 FEW_DEEPSPEED = tuple(f"integration_tests/deepspeed/test_{name}.py" for name in ("overlap", "resume"))
 FEW_MEGATRON = ("integration_tests/megatron/test_core.py", "-k",
                 "every_split or leave_ethernet or built_once")
-#: Of a pair of versions: what one framework can break of another; and the engines' losses alone.
+#: Tests of a pair: the losses of each engine, and what one framework can break in another.
 FEW_PAIR = (FEW_DEEPSPEED[0], "integration_tests/megatron/test_core.py", SCRIPT_TESTS[-1])
 PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py", *SCRIPT_TESTS)
 #: Tests that new versions are likely to break: the patches, each row of README's table, and the unmodified
@@ -133,12 +136,12 @@ ROWS = {row.name: row for row in (
     _pretrain("0.18.9", "torchvision==0.16.0"),
     _pretrain("0.19.8"),
 )}
-#: torchtitan with the packages of requirements/torchtitan.txt, and two that it requires since 0.3.
+#: torchtitan, the packages of requirements/torchtitan.txt, and two that torchtitan requires since 0.3.
 NEXT_TORCHTITAN = (
     "torchtitan", "torchdata", "datasets", "pyarrow", "pandas", "python-dateutil", "dill", "multiprocess",
     "xxhash", "tyro", "docstring_parser", "typeguard", "tensorboard", "tensorboard-data-server", "absl-py",
     "grpcio", "Markdown", "protobuf", "Werkzeug", "spmd_types", "torch_checkpointing",
 )  # fmt: skip
-#: The newest of everything, whatever it is: `make matrix NEXT=1`.
+#: The newest version of everything, which is no row of the table: `make matrix NEXT=1` runs it.
 NEXT = Row("next", "next", ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning"), "torch",
            features=ALL, tests=NEXT_TESTS, torchtitan=NEXT_TORCHTITAN)

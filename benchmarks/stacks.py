@@ -3,7 +3,7 @@ without it.
 
 Ethernet (250 Mb/s) has an eighth of the faster fabric's rate. Compute is emulated
 (lab/emulate/accelerator.py), the network is real; all ways of a scene are run in turns. Trainer and
-Lightning: `.venv` contains them.
+Lightning are installed in `.venv`.
 """
 
 from __future__ import annotations
