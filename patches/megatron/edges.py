@@ -1,18 +1,19 @@
-"""Lets stages of megatron-core's 1F1B schedule send without waiting, and reduces what they send across clusters.
+"""Lets stages of megatron-core's 1F1B schedule send without waiting, and send less between clusters.
 
-A stage link is the connection between two neighbouring pipeline stages: activations travel forward over it, their
-gradients backward. Two features change these messages.
+A stage link is the connection between two neighbouring pipeline stages: activations travel forward over it,
+their gradients backward. Two features change these messages.
 
-Sends that do not wait (megatron-edges). The mailbox (runtime/groups/mailbox.py) does not wait for sends, and posts
-receives in advance, so that messages travel while the stages compute. A slow stage link is hidden if a stage runs
-more forward passes before its first backward pass: it then has more micro-batches in flight. megatron-core's
-schedule computes that number of warm-up passes as pp_group.size() - pp_group.rank() - 1, where pp_group is the
-group of its P2PCommunicator. _PlannedWarmUpGroup reports such a size that the result is the plan's number.
+Sends that do not wait (megatron-edges). The mailbox (runtime/groups/mailbox.py) does not wait for sends, and
+posts receives in advance, so that messages travel while the stages compute. A slow stage link is hidden if a
+stage runs more forward passes before its first backward pass: it then has more micro-batches in flight.
+megatron-core's schedule computes that number of warm-up passes as pp_group.size() - pp_group.rank() - 1,
+where pp_group is the group of its P2PCommunicator. _PlannedWarmUpGroup reports such a size that the result is
+the plan's number.
 
-Smaller messages (megatron-slices). Without sequence parallelism, all t tensor-parallel ranks of a stage have the
-same activation, and send it t times. Between clusters each of them sends 1 / t of it, its slice, and the receiving
-stage gathers the slices inside its node. --holmes-edges bf16 or int8 also compresses the slices. A Wire
-(runtime/groups/wire.py) says how tensors travel to one neighbour, and encodes and decodes them."""
+Smaller messages (megatron-slices). Without sequence parallelism, all t tensor-parallel ranks of a stage have
+the same activation, and send it t times. Between clusters each of them sends 1 / t of it, its slice, and the
+receiving stage gathers the slices inside its node. --holmes-edges bf16 or int8 also compresses the slices. A
+Wire (runtime/groups/wire.py) says how tensors travel to one neighbour, and encodes and decodes them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from holmes_ext.runtime.groups.wire import PLAIN, Finish, Wire
 
 
 class _PlannedWarmUpGroup:
-    """Stands for a pipeline group, with such a size that the schedule warms up for `in_flight` micro-batches."""
+    """Pipeline group of such a size that the schedule warms up for `in_flight` micro-batches."""
 
     def __init__(self, group: Any, in_flight: int):
         is_last_stage = group.rank() == group.size() - 1
@@ -107,8 +108,8 @@ class _Step:
         return tensor.requires_grad_()
 
 
-#: Training step whose messages the mailbox transfers now, or None. _schedule sets it. The wrappers of functions that
-#: the schedule calls read it, and do nothing of their own while it is None.
+#: Training step whose messages the mailbox transfers now, or None. _schedule sets it. The wrappers of
+#: functions that the schedule calls read it, and do nothing of their own while it is None.
 _step: _Step | None = None
 
 
@@ -137,14 +138,14 @@ def unsupported(config: Any, arguments: dict[str, Any]) -> str | None:
 def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communicator):
     """Run a training step with the plan's number of micro-batches in flight, and its messages by the mailbox.
 
-    megatron-core's forward_backward_pipelining_without_interleaving runs one step of the 1F1B schedule. While it
-    runs, `_step` is set: then the wrappers below, of functions that the schedule calls, change its number of
-    warm-up passes and transfer its messages. When the step ends, all its messages have been transferred.
+    megatron-core's forward_backward_pipelining_without_interleaving runs one step of the 1F1B schedule. While
+    it runs, `_step` is set: then the wrappers below, of functions that the schedule calls, change its number
+    of warm-up passes and transfer its messages. When the step ends, all its messages have been transferred.
 
     In evaluation, or if the mailbox cannot be used (_new_step), megatron-core sends its messages itself.
 
-    p2p_communicator is read through call.arguments(). It is among the parameters so that the feature is switched
-    off with a version of the schedule that lacks it.
+    p2p_communicator is read through call.arguments(). It is among the parameters so that the feature is
+    switched off with a version of the schedule that lacks it.
 
     Raises:
         HolmesError: the plan lists the order of all passes, which this schedule cannot follow.
@@ -215,9 +216,9 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
 def _plan_warm_up(call, instance):
     """Give a P2PCommunicator, once constructed, a group from which the schedule computes the planned warm-up.
 
-    The schedule runs one forward pass for each micro-batch in flight before its first backward pass. It computes
-    their number from the size of the communicator's group (see _PlannedWarmUpGroup). The communicator itself has
-    been constructed with the real group.
+    The schedule runs one forward pass for each micro-batch in flight before its first backward pass. It
+    computes their number from the size of the communicator's group (see _PlannedWarmUpGroup). The
+    communicator itself has been constructed with the real group.
     """
     call()
     if _step is not None:
@@ -227,10 +228,10 @@ def _plan_warm_up(call, instance):
 
 @by_name
 def _announce(call, instance):
-    """Announce to the mailbox the shapes of the tensors that every micro-batch of this step sends and receives.
+    """Announce to the mailbox the shapes of the tensors that a micro-batch of this step sends and receives.
 
-    megatron-core's get_tensor_shapes returns these shapes to the schedule. The mailbox posts receives for them in
-    advance, and raises an error if a tensor of another shape is to be sent.
+    megatron-core's get_tensor_shapes returns these shapes to the schedule. The mailbox posts receives for
+    them in advance, and raises an error if a tensor of another shape is to be sent.
     """
     shapes = call()
     if _step is not None:
@@ -251,11 +252,11 @@ def _communicate(
 ):
     """Transfer the messages of one P2PCommunicator._communicate by the mailbox, in a training step.
 
-    The schedule sends and receives all its messages in this method, which waits for both. The mailbox does not
-    wait for sends, and has posted the receives in advance.
+    The schedule sends and receives all its messages in this method, which waits for both. The mailbox does
+    not wait for sends, and has posted the receives in advance.
 
-    wait_on_reqs has no effect, because received tensors are complete on return. It is among the parameters so that
-    refuse_unknown() accepts it.
+    wait_on_reqs has no effect, because received tensors are complete on return. It is among the parameters so
+    that refuse_unknown() accepts it.
 
     Returns:
         The tensor from the previous stage, the tensor from the next stage, and None for requests to wait for.
@@ -277,8 +278,8 @@ def _communicate(
     return from_previous, from_next, None
 
 
-#: The P2PCommunicators whose _communicate() runs now, the innermost last. _exchange reads the configuration of the
-#: last one: it wraps functions of a module, which have no communicator among their arguments.
+#: The P2PCommunicators whose _communicate() runs now, the innermost last. _exchange reads the configuration
+#: of the last one: it wraps functions of a module, which have no communicator among their arguments.
 _running_communicators = Running()
 
 
@@ -328,7 +329,7 @@ def wires_of(config: Any) -> dict[int, Wire]:
     ranks = group_ranks(pipeline_group)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     stage = ranks.index(current.rank)
-    next_stage = (stage + 1) % len(ranks)  # in the interleaved schedule the last stage sends to the first, too
+    next_stage = (stage + 1) % len(ranks)  # of the last stage: the first one, in the interleaved schedule
     previous_stage = (stage - 1) % len(ranks)
 
     wires = {}
@@ -352,9 +353,9 @@ def wires_of(config: Any) -> dict[int, Wire]:
 def _exchange(call, instance, group):
     """Send and receive encoded tensors, slices or compressed ones, in place of those that the schedule gave.
 
-    This wraps megatron-core's two functions that start transfers. _p2p_ops returns a dict of requests, and the
-    schedule waits for each when it needs its tensor. _batched_p2p_ops returns a list, whose requests the schedule
-    waits for in order.
+    This wraps megatron-core's two functions that start transfers. _p2p_ops returns a dict of requests, and
+    the schedule waits for each when it needs its tensor. _batched_p2p_ops returns a list, whose requests the
+    schedule waits for in order.
 
     Returns:
         Requests of the same form, which also decode what was received.

@@ -27,7 +27,7 @@ from holmes_ext.runtime.watch.failure import describe_failure
 class StartedBucket(NamedTuple):
     """A bucket whose sum has started, and which `BucketReducer.finish` will wait for."""
 
-    index: int
+    number: int
     work: Any  # the operation that sums `sent`
     sent: Any  # the tensor that is summed: `flat`, or a copy of it in the wire dtype
     flat: Any  # DDP's tensor with the gradients of the bucket
@@ -149,7 +149,7 @@ class BucketReducer:
         DDP has copied the unreduced gradient by now, so it is copied again.
         """
         for bucket in self.postponed or ():
-            with self._named(bucket.index):
+            with self._named(bucket.number):
                 bucket.work.wait()
             if bucket.sent is not bucket.flat:
                 bucket.flat.copy_(bucket.sent)
