@@ -144,7 +144,8 @@ MEASURED = (
     ("DeepSpeed, 2+4 nodes, pipeline 3", "two_clusters.json", "2+4 pipeline 3"),
     ("DeepSpeed, three clusters of 2, 2 and 4 nodes, pipeline 4", "two_clusters.json", "three clusters"),
     ("megatron-core, 4+4 nodes, pipeline 2", "megatron_two_clusters.json", "4+4"),
-    ("Megatron-DeepSpeed's pretrain_gpt.py, 4+4 nodes", "megatron_deepspeed.json", "4+4"),
+    ("Megatron-DeepSpeed's pretrain_gpt.py, 4+4 nodes, three times slower", "megatron_deepspeed.json",
+     "4+4 three times slower"),
     ("Hugging Face's Trainer (DistributedDataParallel), 4+4 nodes", "stacks.json", "trainer"),
     ("FSDP2, 4+4 nodes, `--holmes-fsdp hybrid`", "stacks.json", "fsdp2"),
 )
