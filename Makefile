@@ -174,13 +174,14 @@ old-versions: tools .venv
 
 .venv: $(STAMP)
 
-$(STAMP): requirements/torch.txt requirements/dev.txt requirements/constraints.txt setup.py pyproject.toml holmes_ext.pth
+$(STAMP): requirements/torch.txt requirements/dev.txt requirements/no-deps.txt requirements/constraints.txt setup.py pyproject.toml holmes_ext.pth
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "make: holmes_ext needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "make: python has no venv: apt-get install python3-venv" >&2; exit 1; }
 	@echo "make: installing the pinned versions into .venv (some minutes, once)"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt $(TORCH_ARGS)
 	@$(PIP) -c requirements/constraints.txt -r requirements/dev.txt
+	@$(PIP) --no-deps -r requirements/no-deps.txt
 	@$(PIP) --no-deps -e .
 	@$(call IMPORT_ONCE,$(BIN))
 	@touch $@

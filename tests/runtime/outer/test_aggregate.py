@@ -115,7 +115,10 @@ def test_one_wild_job_of_five_moves_a_robust_aggregate_little(name):
 
 
 def test_byzfl_gives_the_same(monkeypatch):
-    """pip install --no-deps byzfl: its own __init__ wants torchvision, which the aggregators do not."""
+    """Our robust aggregates are those of byzfl (requirements/no-deps.txt).
+
+    byzfl's own __init__ imports torchvision, which its aggregators do not need, so only these are imported.
+    """
     found = importlib.util.find_spec("byzfl")
     if found is None:
         pytest.skip("byzfl is not installed")
