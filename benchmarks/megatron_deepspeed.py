@@ -3,35 +3,38 @@
     python benchmarks/megatron_deepspeed.py --json FILE
         [--scenes 4+4,"4+4 three times slower",2+2,"tied 4+4","slow stage link"]
 
-pretrain_gpt.py comes from the checkout (tests/checkouts.py), of which a copy is trained. It, its data,
-DeepSpeed's engine and optimizer, gloo, the sockets and their limited rates are real. GPUs are emulated: each
-transformer layer sleeps as long as a GPU of the scene's FLOP/s would compute. The vocabulary consists of the
-256 bytes, so that embeddings have as small a part in this small model as they have in a large one. Step times
-and losses are those that the script prints.
+Real are the script (from a copy of the checkout that tests/checkouts.py finds), its data, DeepSpeed, gloo,
+and the sockets with their limited rates. GPUs are emulated: each transformer layer sleeps as long as a GPU of
+a given FLOP/s would compute. Step times and losses are read from the script's own log.
 
-"4+4" and "2+2" have that many nodes in two clusters, and compare five variants:
+A scene is one emulated site with one model. It runs in several variants, which are compared:
 
     stock                  without holmes
     holmes                 the same with holmes
-    all-RDMA               without holmes, on a single InfiniBand cluster: the bound
+    all-RDMA               without holmes, on a single InfiniBand cluster: no variant can be faster
     holmes, overlap off    gradients are reduced after the last backward pass, not during it
-    stock again            shows how much two runs of the same differ (noise)
+    stock again            its difference to "stock" is the noise of the measurement
 
-"4+4 three times slower" is "4+4" with an accelerator and networks at a third of the speed. Its steps last
-longer, but need no more CPU time, so that the measurement does not depend on this machine's cores.
+The scenes with these variants:
 
-"tied 4+4" has GPT-2's vocabulary, whose embedding the first and the last stage share (tied weights). Its
-gradient is reduced hierarchically by holmes, or between pairs of ranks by the engine
-(HOLMES_DISABLE=deepspeed-tied).
+    4+4                       two clusters of 4 nodes
+    2+2                       two clusters of 2 nodes
+    4+4 three times slower    GPUs and networks have a third of the speed. Steps last longer with the same CPU
+                              work, so that their time depends less on this machine's cores
 
-"slow stage link" has 2 + 2 nodes and one pipeline stage in each cluster, which computes 64 ms for each
-micro-batch. Ethernet connects the stages. It takes 32 ms for an activation of 32 KiB at 7.4 Mb/s ("slow"),
-and next to nothing at 1 Gb/s ("free"). "holmes" keeps enough micro-batches in flight to hide the link.
-"engine" is DeepSpeed's own schedule, whose sends block (--holmes-inflight off). The embedding is not tied, so
-that only activations, their gradients and a few numbers cross the link. It is the scene "deepspeed 8" of
-benchmarks/edges.py.
+Two further scenes compare ways of holmes and DeepSpeed to communicate. Their steps are also predicted:
 
-The steps of the last two scenes are also predicted, as in benchmarks/edges.py.
+    tied 4+4           The first and the last pipeline stage share GPT-2's embedding (tied weights). holmes
+                       reduces its gradient hierarchically ("two levels") or leaves it to DeepSpeed, which
+                       reduces it between pairs of ranks ("pairs").
+    slow stage link    Two pipeline stages, one in each cluster, compute 64 ms for each micro-batch. The
+                       Ethernet between them takes 32 ms for an activation at 7.4 Mb/s ("slow"), and next to
+                       nothing at 1 Gb/s ("free"). "holmes" keeps enough micro-batches in flight to hide this
+                       time. "engine" is DeepSpeed's schedule, whose sends block. The embedding is not tied.
+                       It is the scene "deepspeed 8" of benchmarks/edges.py.
+
+In all scenes but "tied 4+4" the vocabulary consists of the 256 bytes. So embeddings have as small a part in
+this small model as they have in a large one.
 """
 
 from __future__ import annotations
@@ -70,22 +73,33 @@ WARM_UP_STEPS = 3  # of every run; they are not counted
 
 
 class Scene(NamedTuple):
-    """One emulated site, and the work of a step on it."""
+    """One emulated site (clusters, GPUs, networks), and the micro-batches that it trains in a step."""
 
     cluster_file: str  # in examples/clusters
     micro_batches: int  # of a step
-    flops: float  # FLOP/s of an emulated GPU, before it is made slower
-    slower: int = 1  # the accelerator and all networks have 1 / slower of their speed
+    flops: float  # FLOP/s of an emulated GPU, before the division by `slower`
+    slower: int = 1  # GPUs and networks have 1 / slower of their speed
     stock_target: str = ""  # the project's target for the speed-up over stock
     bound_target: str = ""  # the project's target for the speed relative to all-RDMA
 
 
 SCENES = {
-    "4+4": Scene("two_clusters_8.toml", 4, 2.3e9, stock_target=">= 1.6", bound_target=">= 0.97"),
-    "4+4 three times slower": Scene(
-        "two_clusters_8.toml", 4, 2.3e9, slower=3, stock_target=">= 1.6", bound_target=">= 0.97"
+    "4+4": Scene(
+        "two_clusters_8.toml",
+        micro_batches=4,
+        flops=2.3e9,
+        stock_target=">= 1.6",
+        bound_target=">= 0.97",
     ),
-    "2+2": Scene("two_clusters_4.toml", 8, 6.7e9),
+    "4+4 three times slower": Scene(
+        "two_clusters_8.toml",
+        micro_batches=4,
+        flops=2.3e9,
+        slower=3,
+        stock_target=">= 1.6",
+        bound_target=">= 0.97",
+    ),
+    "2+2": Scene("two_clusters_4.toml", micro_batches=8, flops=6.7e9),
 }
 
 LINK_SCENE = "slow stage link"
@@ -105,14 +119,15 @@ GPT2_TOKENS = 50264  # rows of the embedding: GPT-2's 50,257, rounded up to a mu
 def command_of(
     checkout: Checkout, micro_batches: int, ranks: int, steps: int, model: Sequence[str] = MODEL
 ) -> list[str]:
-    """Return pretrain_gpt.py and its arguments, with 2 pipeline stages.
+    """Return the command line of a training run: pretrain_gpt.py and its arguments, for 2 pipeline stages.
 
     Args:
-        micro_batches: Micro-batches of a step in each data-parallel replica, of one sample each.
+        checkout: The copy of Megatron-DeepSpeed that contains pretrain_gpt.py.
+        micro_batches: Micro-batches of one sample that each data-parallel replica trains in a step.
         model: The flags for the sizes of the model.
     """
-    data_parallel_replicas = ranks // 2
-    batch = micro_batches * data_parallel_replicas
+    data_parallel_replicas = ranks // 2  # each has one rank per pipeline stage
+    batch = micro_batches * data_parallel_replicas  # samples of a step
     config = checkout.config(train_batch_size=batch, train_micro_batch_size_per_gpu=1)
     flags = (
         f"--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size {batch}"
@@ -122,7 +137,10 @@ def command_of(
 
 
 def copy_checkout(source: Path, folder: Path) -> Checkout:
-    """Copy the checkout `source` into `folder`, and prepare the copy: its corpus has bytes as tokens."""
+    """Copy the checkout of Megatron-DeepSpeed in `source` into `folder`, so that the copy can train.
+
+    The training text is tokenized with one token per byte, and DeepSpeed's fused Adam is compiled.
+    """
     checkout = Checkout(source, folder, byte_vocabulary(source, folder))
     checkout.compile_adam()
     return checkout
@@ -140,14 +158,20 @@ def run_in_turns(
     repetitions: int,
     order_of: Callable[[Sequence[Variant], int], Sequence[Variant]],
 ) -> dict[str, Series]:
-    """Run each variant once in every repetition, and return the measurements of each, by its name.
+    """Run each variant of the training job once in every repetition, and return its measurements.
 
     Args:
+        variants: The job with and without holmes, or with different options, each on an emulated site.
+        command: The command line of the job, without the variant's own flags.
         flops: FLOP/s of an emulated GPU.
         slower: All networks have 1 / slower of their speed.
-        order_of: Returns the variants in the order of a repetition. The order changes, so that no variant is
-            always the first, or always follows the same one.
+        order_of: Returns the variants in the order in which a repetition (counted from 0) runs them. The
+            order changes, so that no variant is always the first.
+
+    Returns:
+        By the name of the variant, the step times, losses and sent bytes of its runs.
     """
+    # Variants on equal sites share one lab, the emulated nodes and networks of a site.
     site_by_digest = {variant.spec.digest: variant.spec for variant in variants}
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
@@ -164,32 +188,45 @@ def run_in_turns(
 
 
 def rotated(variants: Sequence[Variant], repetition: int) -> Sequence[Variant]:
-    """Return the variants, starting with the next one in each repetition."""
+    """Return the variants in a cyclic order.
+
+    Repetition 0 starts with the first variant, repetition 1 with the second, and so on.
+    """
     first = repetition % len(variants)
     return [*variants[first:], *variants[:first]]
 
 
-def reversed_in_turns(variants: Sequence[Variant], repetition: int) -> Sequence[Variant]:
-    """Return the variants, backwards in every other repetition."""
+def reversed_if_even(variants: Sequence[Variant], repetition: int) -> Sequence[Variant]:
+    """Return the variants in reverse order if the number of the repetition is even, else as they are."""
     is_even = repetition % 2 == 0
     return variants[::-1] if is_even else variants
 
 
 def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], flops: float, steps: int,
             series: Series) -> None:
-    """Run pretrain_gpt.py once, and add its step times, losses and bytes to `series`."""
-    bytes_before = lab.counters()
+    """Train once on emulated nodes, and add the step times, losses and sent bytes to `series`.
+
+    Args:
+        lab: The emulated nodes and networks.
+        variant: The job with or without holmes: its flags, its environment and the order of its nodes.
+        command: pretrain_gpt.py and its arguments, without the variant's flags.
+        flops: FLOP/s of an emulated GPU.
+    """
+    bytes_before = lab.counters()  # of each NIC
     result = lab.run(
         [sys.executable, *command, *variant.flags],
         order=variant.order,
+        # stand_ins: stock needs substitutes for modules that are not installed.
         env={**checkout.env, **checkout.stand_ins(variant.flags), **variant.env},
         cwd=checkout.folder,
-        preload=("torch", "deepspeed"),
-        timeout=400,
+        preload=("torch", "deepspeed"),  # imported once; the ranks are forked from that process
+        timeout=400,  # seconds
+        # Each layer of this class sleeps as long as the emulated GPU would compute.
         accelerator={"flops": flops, "classes": ["ParallelTransformerLayer"], "layout": "sbh"},
     )
-    log = read_log(result)
+    log = read_log(result)  # fails if the run failed
     assert list(log.losses) == list(range(1, steps + 1)), log
+    # holmes prints this line if the job does not communicate as it has planned.
     assert not any("not as planned" in line for line in log.lines), log.lines
     seconds = [log.seconds[step] for step in log.losses]
     losses = list(log.losses.values())
@@ -198,18 +235,24 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
 
 
 def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
-    """Return the rows of a scene in SCENES."""
+    """Measure a scene of SCENES in all five variants, and return the rows of results.
+
+    Args:
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
+    """
     measured = SCENES[name]
     cluster_file = examples() / "clusters" / measured.cluster_file
     spec = load_spec(cluster_file)
+    # Ranks alternate between the clusters, as a scheduler numbers nodes that knows no clusters.
     order = interleave(spec)
     flags = ("--holmes", "--holmes-cluster", str(cluster_file))
     variants = [
-        Variant("stock", spec, order),
+        Variant("stock", spec, order),  # without holmes
         Variant("holmes", spec, order, flags),
-        all_rdma(spec),
+        all_rdma(spec),  # without holmes, all nodes in one InfiniBand cluster
         Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off")),
-        Variant("stock again", spec, order),
+        Variant("stock again", spec, order),  # shows the noise
     ]
     command = command_of(checkout, measured.micro_batches, len(order), steps)
     series = run_in_turns(
@@ -221,7 +264,13 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
 
 
 def rows_of(name: str, series: dict[str, Series], measured: Scene) -> list[Row]:
-    """Return the rows that compare the variants of a scene in SCENES."""
+    """Return the rows of results that compare the measured variants of one scene.
+
+    Args:
+        series: By the name of the variant, its step times and losses. "stock" ran without holmes, "all-RDMA"
+            ran without holmes on a single fast cluster, which bounds the speed of all others.
+        measured: The scene, with its targets for the ratios of "holmes".
+    """
     stock, bound = series["stock"], series["all-RDMA"]
     rows = []
     for variant in ("holmes", "holmes, overlap off"):
@@ -232,24 +281,37 @@ def rows_of(name: str, series: dict[str, Series], measured: Scene) -> list[Row]:
         rows += [
             ratio_row(name, f"{variant} : stock", stock, series[variant], stock_target),
             ratio_row(name, f"{variant} : all-RDMA", bound, series[variant], bound_target),
-            # Not 0: buckets of another size, and the hierarchical all-reduce of the tied embedding, add four
-            # gradients in another order than stock, so the last printed digit of a loss may differ.
-            Row.median(name, f"{variant}: largest loss difference", [difference], "nats", False, "<= 1e-5"),
+            # Not 0: holmes may add the gradients of four ranks in another order than stock, since its buckets
+            # have another size and it reduces the tied embedding hierarchically. So the last printed digit of
+            # a loss may differ.
+            Row.median(
+                name,
+                f"{variant}: largest loss difference",
+                [difference],
+                unit="nats",
+                emulated=False,
+                target="<= 1e-5",
+            ),
         ]
     noise = abs(series["stock again"].median / stock.median - 1)
     rows += [
         ratio_row(name, "stock : all-RDMA", bound, stock, ""),
-        Row.median(name, "A/A difference (noise)", [noise], "of a step", stock.emulated),
+        Row.median(name, "A/A difference (noise)", [noise], unit="of a step", emulated=stock.emulated),
     ]
     return rows + step_rows(name, series)
 
 
 def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
-    """Return the rows of "tied 4+4"."""
+    """Measure the scene "tied 4+4", and return the rows of results.
+
+    The first and the last pipeline stage share GPT-2's embedding (tied weights). Two ways to reduce its
+    gradient are compared: "two levels" is holmes's hierarchical all-reduce, and "pairs" is DeepSpeed's
+    reduction between pairs of ranks.
+    """
     measured = SCENES["4+4"]
     cluster_file = examples() / "clusters" / measured.cluster_file
     spec = load_spec(cluster_file)
-    order = interleave(spec)
+    order = interleave(spec)  # ranks alternate between the clusters
     checkout = Checkout(source, folder)  # with GPT-2's vocabulary
     checkout.compile_adam()
     flags = ("--holmes", "--holmes-cluster", str(cluster_file))
@@ -260,34 +322,38 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     command = command_of(checkout, measured.micro_batches, len(order), steps)
     series = run_in_turns(
         TIED_SCENE, variants, checkout, command,
-        flops=measured.flops, steps=steps, repetitions=repetitions, order_of=reversed_in_turns,
+        flops=measured.flops, steps=steps, repetitions=repetitions, order_of=reversed_if_even,
     )
 
     two_levels, pairs = series["two levels"], series["pairs"]
-    seconds_saved = [slow - fast for fast, slow in zip(two_levels.medians, pairs.medians)]
+    seconds_saved = [slow - fast for fast, slow in zip(two_levels.medians, pairs.medians)]  # per repetition
     predicted_pairs = predicted_tied_step(spec, measured, hierarchical=False)
     predicted_two_levels = predicted_tied_step(spec, measured, hierarchical=True)
+    predicted_saving = predicted_pairs - predicted_two_levels
     difference = max_loss_difference(pairs, two_levels)
     return [
         ratio_row(TIED_SCENE, "pairs : two levels", pairs, two_levels, ""),
-        Row.median(TIED_SCENE, "seconds saved", seconds_saved, "s", True),
-        Row.median(TIED_SCENE, "seconds saved, predicted", [predicted_pairs - predicted_two_levels], "s",
-                   True),
-        Row.median(TIED_SCENE, "largest loss difference", [difference], "nats", False, "<= 1e-5"),
+        Row.median(TIED_SCENE, "seconds saved", seconds_saved, unit="s", emulated=True),
+        Row.median(TIED_SCENE, "seconds saved, predicted", [predicted_saving], unit="s", emulated=True),
+        Row.median(TIED_SCENE, "largest loss difference", [difference], unit="nats", emulated=False,
+                   target="<= 1e-5"),
         *step_rows(TIED_SCENE, series),
     ]
 
 
 def predicted_tied_step(spec: SiteSpec, measured: Scene, hierarchical: bool) -> float:
-    """Return the predicted seconds of a step of "tied 4+4".
+    """Return the predicted seconds of a training step with GPT-2's tied embedding.
 
     Args:
-        hierarchical: Whether holmes reduces the embedding's gradient in two levels.
+        spec: The emulated clusters.
+        measured: The scene, which has the micro-batches of a step and the FLOP/s of a GPU.
+        hierarchical: Whether the embedding's gradient is reduced by a hierarchical all-reduce, or else
+            between pairs of ranks, as by DeepSpeed without holmes.
     """
     forward_seconds = forward_s(HIDDEN, SEQUENCE, measured.flops)
     model = Model(
         LAYERS, HIDDEN, HEADS, SEQUENCE, GPT2_TOKENS,
-        micro_batches=measured.micro_batches, activation_width=4,
+        micro_batches=measured.micro_batches, activation_width=4,  # bytes
     )
     disabled = frozenset() if hierarchical else frozenset({TIED_FEATURE})
     options = Options(off=disabled)
@@ -297,8 +363,13 @@ def predicted_tied_step(spec: SiteSpec, measured: Scene, hierarchical: bool) -> 
 
 
 def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
-    """Return the rows of "slow stage link": holmes and the engine's schedule, each over both links."""
-    forward_seconds = forward_s(edges.HIDDEN, edges.SEQUENCE, edges.FLOPS)
+    """Measure the scene "slow stage link", and return the rows of results.
+
+    Two pipeline stages exchange activations over a slow or a fast Ethernet (the "slow" and the "free" link).
+    Two schedules run over each link: "holmes" keeps enough micro-batches in flight to hide the link's time,
+    and "engine" is DeepSpeed's own schedule.
+    """
+    forward_seconds = forward_s(edges.HIDDEN, edges.SEQUENCE, edges.FLOPS)  # of a transformer layer
     variants = []
     predicted = {}  # name of a variant -> seconds of a step
     with tempfile.TemporaryDirectory() as directory:
@@ -310,18 +381,18 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
             cluster_file.write_text(edges.two(rate))
             spec = load_spec(cluster_file)
             for schedule in ("holmes", "engine"):
-                inflight = edges.INFLIGHT[schedule]
+                inflight = edges.INFLIGHT[schedule]  # "off" is the engine's schedule
                 flags = ("--holmes", "--holmes-cluster", str(cluster_file), "--holmes-model",
                          str(model_file), "--holmes-inflight", inflight)
                 name = f"{schedule}, {link}"
                 variants.append(Variant(name, spec, interleave(spec), flags))
                 predicted[name] = predicted_step("deepspeed", spec, model, Sizes(pipeline=2),
                                                  forward_seconds, Options(inflight=inflight))
-        ranks = len(variants[0].order)
+        ranks = len(variants[0].order)  # one per node
         command = command_of(checkout, LINK_MICRO_BATCHES, ranks, steps, LINK_MODEL)
         series = run_in_turns(
             LINK_SCENE, variants, checkout, command,
-            flops=edges.FLOPS, steps=steps, repetitions=repetitions, order_of=reversed_in_turns,
+            flops=edges.FLOPS, steps=steps, repetitions=repetitions, order_of=reversed_if_even,
         )
 
     holmes_slow, holmes_free = series["holmes, slow"], series["holmes, free"]
@@ -331,7 +402,8 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
         ratio_row(LINK_SCENE, "holmes: slow link : free link", holmes_slow, holmes_free, "<= 1.15"),
         ratio_row(LINK_SCENE, "engine: slow link : free link", engine_slow, engine_free, ""),
         ratio_row(LINK_SCENE, "slow link, engine : holmes", engine_slow, holmes_slow, ""),
-        Row.median(LINK_SCENE, "largest loss difference", [difference], "nats", False, "<= 0"),
+        Row.median(LINK_SCENE, "largest loss difference", [difference], unit="nats", emulated=False,
+                   target="<= 0"),
         *edges.prediction_rows(LINK_SCENE, edges.medians(series), predicted),
         *step_rows(LINK_SCENE, series),
     ]
@@ -348,13 +420,13 @@ def main() -> int:
         tell(f"megatron_deepspeed.py: skipped; {why_missing('Megatron-DeepSpeed')}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        rows = kept(args.json, names)  # of scenes that an earlier run has measured
+        rows = kept(args.json, names)  # the file's rows of the scenes that are not measured now
         if TIED_SCENE in names:
             rows += tied(source, Path(folder, "tied"), args.repetitions, args.steps)
-        scenes_of_bytes = [name for name in names if name != TIED_SCENE]  # they share one copy and its corpus
-        if scenes_of_bytes:
-            checkout = copy_checkout(source, Path(folder))
-        for name in scenes_of_bytes:
+        byte_scenes = [name for name in names if name != TIED_SCENE]  # their tokens are bytes
+        if byte_scenes:
+            checkout = copy_checkout(source, Path(folder))  # one copy and one corpus for all of them
+        for name in byte_scenes:
             if name == LINK_SCENE:
                 rows += slow_stage_link(checkout, args.repetitions, args.steps)
             else:
