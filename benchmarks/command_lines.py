@@ -2,13 +2,15 @@
 
     python benchmarks/command_lines.py --json benchmarks/results/command_lines.json
 
-The scripts are those that train a GPT, Llama or MoE model. For each of them, holmes reads the command line
-and predicts the time of a training step. Counted are the models and layouts that it understands, and the
-flags (and keys of the ds_config) that have an effect on the plan, are named as not read, change nothing, or
-are unknown.
+Read are the scripts that train a GPT, Llama or MoE model. holmes takes the model and its parallel layout from
+the command line of each script, and predicts the time of a training step. This program counts:
 
-Both checkouts are needed (tests/checkouts.py says where). Nothing is trained: only the shell scripts run that
-compose a command line (example_scripts.py).
+    - the command lines whose model is understood, and the layouts for which a time is predicted
+    - the flags that holmes reads, those that its documentation names as not read, those that change nothing,
+      and those that are unknown. The keys of DeepSpeed's configuration file count as flags
+
+Nothing is trained. Only those shell scripts run that compose a command line (example_scripts.py). Both
+checkouts are needed (tests/checkouts.py says where).
 """
 
 from __future__ import annotations
@@ -40,7 +42,14 @@ FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
 
 
 def checkout(scene: str) -> Path:
-    """Return the folder of the scene's checkout. If it is missing, the program exits with status 2."""
+    """Return the folder of the Megatron-LM or Megatron-DeepSpeed checkout.
+
+    Args:
+        scene: "megatron-lm" or "megatron-deepspeed".
+
+    Raises:
+        SystemExit: The checkout is missing. The status is 2.
+    """
     repository = SCENES[scene]
     folder = find_checkout(repository)
     if folder is None:

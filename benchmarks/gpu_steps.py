@@ -2,24 +2,30 @@
 
     .venv-gpu/bin/python benchmarks/gpu_steps.py --json FILE [--scenes DeepSpeed,...] [--repetitions 1]
 
-Each scene is one training program on 4 + 4 nodes with one emulated GPU each: 2 pipeline stages, 4
-data-parallel replicas. The programs are examples/deepspeed_pipeline, examples/megatron_core, and the
-pretrain_gpt.py of Megatron-DeepSpeed and of Megatron-LM (with its distributed optimizer), if their checkouts
-exist (tests/checkouts.py). Each runs in three variants:
+A scene is one training program on 4 + 4 nodes with one emulated GPU each, with 2 pipeline stages and 4
+data-parallel replicas:
+
+    DeepSpeed             examples/deepspeed_pipeline
+    megatron-core         examples/megatron_core
+    Megatron-DeepSpeed    the pretrain_gpt.py of its checkout (tests/checkouts.py)
+    Megatron-LM           the pretrain_gpt.py of its checkout, with the distributed optimizer
+
+Each program runs in three variants:
 
     stock       without holmes, on an InfiniBand and a RoCE cluster that Ethernet connects
     holmes      the same with holmes
-    all-RDMA    without holmes, on a single InfiniBand cluster: the bound
+    all-RDMA    without holmes, on a single InfiniBand cluster: no variant can be faster
 
-The CUDA build of torch, the engines, NCCL's host code, the sockets and their limited rates are real. GPUs are
-emulated: a matrix product occupies its stream for as long as a GPU of 2.3 GFLOP/s / SLOWER would need.
-Networks are SLOWER times slower than those of examples/clusters/two_clusters_8.toml, too. A step therefore
-lasts SLOWER times longer, and the work of this machine's two cores for eight ranks is a smaller part of it
-(the rows say how busy the cores were). All four scenes take half an hour.
+The CUDA build of torch, the frameworks, NCCL's host code, the sockets and their limited rates are real. GPUs
+are emulated: a matrix product occupies its CUDA stream for as long as a GPU of 2.3 GFLOP/s would need.
 
-plan/simulate/step.py predicts the steps of stock and holmes, except for Megatron-LM. One number is fitted for
-each engine: the seconds that its software needs for a transformer block, so that the predicted step of
-all-RDMA is the measured one.
+GPUs and networks are slowed down by the factor SLOWER, so that a step lasts longer. Then the CPU work of the
+eight ranks on this machine's two cores is a smaller part of a step. (The rows of results say how busy the
+cores were.) All four scenes take half an hour.
+
+The steps of stock and holmes are also predicted, except for Megatron-LM, by the simulator in
+plan/simulate/step.py. One number is fitted for each framework: the seconds of software for a transformer
+block. It is chosen so that the predicted step of all-RDMA equals the measured one.
 """
 
 from __future__ import annotations
@@ -193,16 +199,27 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
 
 
 def scene(name: str, repetitions: int, steps: int) -> list[Row]:
-    """Measure stock, holmes and all-RDMA, and return the rows; none if the scene's checkout is missing."""
+    """Measure one training program in three variants, and return the rows of results.
+
+    The variants are "stock" (without holmes), "holmes", and "all-RDMA" (without holmes on a single InfiniBand
+    cluster).
+
+    Args:
+        name: The program, e.g. "DeepSpeed". If it is a script of a checkout that is missing, nothing is
+            measured and the list is empty.
+        repetitions: Runs of each variant.
+        steps: Training steps of a run.
+    """
     with tempfile.TemporaryDirectory() as directory:
         if name in CHECKOUTS:
             source = find_checkout(name)
             if source is None:
                 tell(f"{name}: skipped; {why_missing(name)}")
                 return []
+            # The script trains in a copy of the checkout in `directory`.
             run = partial(pretrain_gpt, name, folder=Path(directory), source=source)
         else:
-            run = partial(example, name)
+            run = partial(example, name)  # a script below examples/
 
         cluster_file = Path(directory, "cluster.toml")
         cluster_file.write_text(cluster_toml(slower=SLOWER[name]))
@@ -212,7 +229,11 @@ def scene(name: str, repetitions: int, steps: int) -> list[Row]:
 
 
 def cluster_toml(slower: float) -> str:
-    """Return the text of cluster.toml for 4 + 4 nodes, with all rates divided by `slower`."""
+    """Return the text of a cluster.toml, the file that describes the clusters and their networks to holmes.
+
+    It has an InfiniBand and a RoCE cluster of 4 nodes each, which Ethernet connects. All rates are divided by
+    `slower`.
+    """
     infiniband, roce, ethernet = (f"{megabits / slower:g}Mb/s" for megabits in (2000, 1600, 250))
     return toml(f"a ib {infiniband} a[0-3]", f"b roce {roce} b[0-3]", ethernet=ethernet)
 

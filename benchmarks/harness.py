@@ -1,10 +1,13 @@
-"""Provides what all benchmarks share: the rows of results, their table, and the JSON file that --json names.
+"""Provides what all benchmarks share: their options, and the table and the JSON file of their results.
 
-A scene is one configuration that a benchmark measures. The file contains the results, and the machine and the
-versions that they were measured with:
+A result is called a row: one metric of one scene, which is a configuration that the benchmark measures. The
+file, which the option --json names, has this form:
 
-{"machine": ..., "versions": ...,
- "rows": [{"scene", "metric", "value", "unit", "spread": [min, max], "emulated", "target", "met"}]}
+    {"machine": ..., "versions": ..., "rows": [ROW, ...]}
+
+    ROW: {"scene", "metric", "value", "unit", "spread": [min, max],
+          "emulated": whether the compute was emulated,
+          "target": a bound such as ">= 1.6", "met": whether the value keeps the bound}
 """
 
 from __future__ import annotations

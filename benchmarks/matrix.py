@@ -1,28 +1,30 @@
 """Runs holmes with many versions of Python, torch and the frameworks.
 
-matrix_rows.py lists the combinations of versions, the rows. For each row, this program creates a Python
-environment, runs the parts below in it, and deletes the environment.
+matrix_rows.py lists combinations of versions. Each is a row of the tables in docs/versions.md. For each row,
+this program creates a Python environment with these versions (in build/matrix/NAME), runs the parts below in
+it, and deletes it unless --keep is given.
 
-    make matrix                         runs the parts of which FILE has no result yet. It may be ended at any
-                                        time, and then continues where it was
-    make matrix NEXT=1                  installs the newest version of everything, and prints what fails there
+    make matrix           runs the parts that have no result yet in benchmarks/results/matrix.json. If it is
+                          interrupted, the next call continues where it was
+    make matrix NEXT=1    installs the newest version of everything, and prints what fails
     python benchmarks/matrix.py --json FILE --scenes "torch 2.6.0,..." [--parts check,tests,lab]
-                                        runs these parts of these rows again
+                          runs these parts of these rows again
+
+The parts:
 
     check    counts the features of holmes that are on and off with these versions (`holmes patches --check`).
              `holmes doctor` must name each feature that is off
-    tests    runs the tests of the row: losses against stock's (the job without holmes), overlap, checkpoints
-    lab      compares stock and holmes on emulated clusters with emulated compute (matrix_lab.py)
-    nccl     runs the tests of torch's features over NCCL on emulated GPUs, if these support the row's torch.
-             HOLMES_NCCL_SOURCE names the folder of NCCL's source
+    tests    runs the tests of the row, which compare training with and without holmes
+    lab      measures training with and without holmes on emulated clusters (matrix_lab.py)
+    nccl     runs tests over NCCL on emulated GPUs, if these support the row's torch. HOLMES_NCCL_SOURCE names
+             the folder of NCCL's source
 
-The environment of a row is the folder build/matrix/NAME. It has its own torch if the row names a version
-(5 GB with CUDA's libraries, 2 GB without them, --slim; --pip "--index-url ..." chooses an index of CPU
-builds). Otherwise it contains only the row's packages and uses those of this environment for all else.
-With --keep, it is not deleted.
-integration_tests/torch_on_cpu.py adds to old versions of torch what they lack on CPUs.
+If a row names a version of torch, its environment has that torch: 5 GB with CUDA's libraries, 2 GB without
+them (--slim). --pip "--index-url ..." chooses another index for it, and integration_tests/torch_on_cpu.py
+adds to old versions what they lack on CPUs. The environment of any other row contains only the row's
+packages, and imports torch and all else from the environment that runs this program.
 
-If FILE is benchmarks/results/matrix.json, the tables in README.md and docs/versions.md are written from it.
+If FILE is benchmarks/results/matrix.json, the tables in README.md and docs/versions.md are updated from it.
 Rows that use the source of Megatron-LM or Megatron-DeepSpeed need a clone of it (tests/checkouts.py says
 where). A row with another version of Python needs pythonX.Y on PATH.
 """
@@ -71,7 +73,10 @@ PIP_ENVIRONMENT = {**os.environ, "DS_BUILD_OPS": "0"}
 
 
 def missing(row: Row) -> str:
-    """Return what this machine lacks for the row, as a sentence; "" if it lacks nothing."""
+    """Return a sentence that names what this machine lacks to run the row, or "" if it lacks nothing.
+
+    A row may need another version of Python, or a clone of Megatron-LM or Megatron-DeepSpeed.
+    """
     if row.python and not shutil.which(f"python{row.python}"):
         return f"there is no python{row.python} on PATH"
     if row.source and find_checkout("Megatron-LM") is None:
@@ -82,40 +87,51 @@ def missing(row: Row) -> str:
     return ""
 
 
-def folder_of(row: Row) -> Path:
-    """Return the folder of the row's Python environment."""
+def environment_folder(row: Row) -> Path:
+    """Return the folder of the Python environment with the row's versions of all packages."""
     return ROOT / "build" / "matrix" / re.sub(r"\W+", "-", row.name)
 
 
-def torchtitan_of(row: Row) -> Path:
-    """Return the folder in which the row's torchtitan is installed."""
-    return folder_of(row) / "torchtitan"
+def torchtitan_folder(row: Row) -> Path:
+    """Return the folder, inside the row's Python environment, in which torchtitan is installed."""
+    return environment_folder(row) / "torchtitan"
 
 
-def environment(row: Row, pip_arguments: list[str], slim: bool) -> Path:
-    """Return the Python of the row's environment, which is created if it does not exist.
+def create_environment(row: Row, pip_arguments: list[str], slim: bool) -> Path:
+    """Create the Python environment with the row's versions unless it exists, and return its interpreter.
 
     Args:
-        pip_arguments: More arguments of pip for the installation of torch.
+        row: A combination of versions of Python, torch and frameworks.
+        pip_arguments: Further arguments of pip for the installation of torch, e.g. an index.
         slim: Whether torch is installed without CUDA's libraries.
+
+    Returns:
+        The path of the environment's `python`.
     """
-    folder = folder_of(row)
+    folder = environment_folder(row)
     python = folder / "bin" / "python"
-    complete = folder / "made"  # exists once everything is installed
+    complete = folder / "made"  # a file that exists once everything is installed
     if complete.exists():
         return python
     tell(f"{row.name}: installing {' '.join((row.torch, *row.packages))}")
     if row.torch:
-        _install_own_torch(row, python, pip_arguments, slim)
+        _create_with_own_torch(row, python, pip_arguments, slim)
     else:
-        _install_over_this_environment(row, python)
+        _create_with_packages_only(row, python)  # torch is imported from the environment that runs this
     complete.touch()
     return python
 
 
-def _install_own_torch(row: Row, python: Path, pip_arguments: list[str], slim: bool) -> None:
-    """Create an environment with the row's version of torch, its packages and what the tests need."""
-    folder = folder_of(row)
+def _create_with_own_torch(row: Row, python: Path, pip_arguments: list[str], slim: bool) -> None:
+    """Create a Python environment with the row's version of torch, its packages and those of the tests.
+
+    Args:
+        row: A combination of versions of torch and frameworks.
+        python: The interpreter of the new environment.
+        pip_arguments: Further arguments of pip for the installation of torch, e.g. an index.
+        slim: Whether torch is installed without CUDA's libraries.
+    """
+    folder = environment_folder(row)
     base_python = f"python{row.python}" if row.python else sys.executable
     subprocess.run([base_python, "-m", "venv", "--clear", folder], check=True)
     install = [str(python), "-m", "pip", "install", "-q"]
@@ -126,47 +142,61 @@ def _install_own_torch(row: Row, python: Path, pip_arguments: list[str], slim: b
     # torch is named again, so that no package replaces it by another version.
     subprocess.run([*install, row.torch, *row.packages, *TOOLS], check=True, env=PIP_ENVIRONMENT)
     if row.torchtitan:
-        into_folder = ["--no-deps", "--target", str(torchtitan_of(row))]
+        # In a folder of its own, outside the import path: only the tests of torchtitan import from it.
+        into_folder = ["--no-deps", "--target", str(torchtitan_folder(row))]
         subprocess.run([*install, *into_folder, *row.torchtitan], check=True)
-    extend_path(row, folder)
-    subprocess.run([python, "-c", "import torch"], check=True)
+    extend_import_path(row, folder)
+    subprocess.run([python, "-c", "import torch"], check=True)  # fails if torch was not installed well
 
 
-def _install_over_this_environment(row: Row, python: Path) -> None:
-    """Create an environment with the row's packages only; it imports all others from this environment."""
-    folder = folder_of(row)
+def _create_with_packages_only(row: Row, python: Path) -> None:
+    """Create a Python environment with the row's packages and nothing else.
+
+    It imports torch and all other packages from the environment that runs this program.
+    """
+    folder = environment_folder(row)
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
-    extend_path(row, folder)  # before pip runs, which needs the setuptools of this environment
+    extend_import_path(row, folder)  # before pip runs, which needs the setuptools of the calling environment
     if row.packages:
         install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps",
                    "--no-build-isolation", "--ignore-installed"]
         subprocess.run([*install, *row.packages], check=True, env=PIP_ENVIRONMENT)
 
 
-def extend_path(row: Row, folder: Path) -> None:
-    """Write a .pth file that adds folders to the import path of the row's environment.
+def extend_import_path(row: Row, folder: Path) -> None:
+    """Write a .pth file that extends the import path of the row's Python environment in `folder`.
 
-    They are those of holmes and of the row's Megatron-LM, which is extracted here. An environment with its
-    own torch also imports torch_on_cpu at start, and one without gets the packages of this environment.
+    The file adds:
+        - the folder of holmes
+        - the source of Megatron-LM, if the row names a version of it (it is extracted into `folder`)
+        - integration_tests, if the environment has a torch of its own; torch_on_cpu.py in it, which adds to
+          old versions of torch what they lack on CPUs, is imported whenever Python starts
+        - otherwise the packages of the environment that runs this program
     """
     (site_packages,) = folder.glob("lib/python*/site-packages")
     lines = [str(ROOT)]
     if row.source:
         lines.insert(0, str(_extract_megatron_lm(row.source, folder)))
     if row.torch:
-        lines += [str(ROOT / "integration_tests"), "import torch_on_cpu"]
+        lines += [str(ROOT / "integration_tests"), "import torch_on_cpu"]  # Python runs a line with "import"
     else:
         print_folder = "import sysconfig; print(sysconfig.get_path('purelib'))"
         printed = subprocess.run([sys.executable, "-c", print_folder], check=True, capture_output=True,
                                  text=True)
         packages_folder = printed.stdout.strip()
         lines.append(f"import site; site.addsitedir({packages_folder!r})")
+    # Python reads .pth files in the order of their names: this one before that of holmes.
     (site_packages / "000_matrix.pth").write_text("\n".join(lines) + "\n")
     shutil.copy(ROOT / "holmes_ext.pth", site_packages)
 
 
 def _extract_megatron_lm(revision: str, folder: Path) -> Path:
-    """Extract a tag or branch of the Megatron-LM clone into the environment, and return its folder there."""
+    """Extract the files of one Megatron-LM version into a Python environment, and return their folder.
+
+    Args:
+        revision: A tag or branch of the clone of Megatron-LM.
+        folder: The folder of the environment.
+    """
     clone = checkouts_folder() / "Megatron-LM"
     extracted = folder / "checkouts" / "Megatron-LM"
     extracted.mkdir(parents=True, exist_ok=True)
@@ -178,14 +208,23 @@ def _extract_megatron_lm(revision: str, folder: Path) -> Path:
 
 
 def run(row: Row, python: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the Python of the row's environment with these arguments and more environment variables."""
+    """Run the interpreter of the row's Python environment, and return its status, stdout and stderr.
+
+    Args:
+        row: The combination of versions that is installed in the environment.
+        python: The interpreter.
+        arguments: Its arguments, e.g. "-m", "pytest".
+        env: Further environment variables.
+    """
     row_env = {}
     if row.source:
-        row_env["HOLMES_CHECKOUTS"] = str(folder_of(row) / "checkouts")  # the row's version of Megatron-LM
+        # The tests find the row's version of Megatron-LM there.
+        row_env["HOLMES_CHECKOUTS"] = str(environment_folder(row) / "checkouts")
     if row.torchtitan:
-        row_env["HOLMES_TEST_TORCHTITAN"] = str(torchtitan_of(row))
+        row_env["HOLMES_TEST_TORCHTITAN"] = str(torchtitan_folder(row))
     environ = {
-        "HOLMES_TEST_FULL": "0",  # no exhaustive tests: each commit would select others
+        # Tests marked as exhaustive are skipped: each commit would select others of them.
+        "HOLMES_TEST_FULL": "0",
         **os.environ,
         **row_env,
         "DS_ACCELERATOR": "cpu",
@@ -271,8 +310,8 @@ def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> 
 
 def next_versions(pip: list[str], slim: bool) -> int:
     """What no longer fits the newest of everything; 1 where something does not."""
-    shutil.rmtree(folder_of(NEXT), ignore_errors=True)  # what was newest when it was made
-    python = environment(NEXT, pip, slim)
+    shutil.rmtree(environment_folder(NEXT), ignore_errors=True)  # what was newest when it was made
+    python = create_environment(NEXT, pip, slim)
     record: dict[str, Any] = {}
     listed = run(NEXT, python, "-m", "pip", "list", "--format", "freeze").stdout
     installed = [line for line in listed.split() if re.split("==", line)[0] in NEXT.features]
@@ -312,8 +351,8 @@ def main() -> int:
         if not open_parts or (lack := missing(row)):
             tell(f"{name}: {'made' if not open_parts else f'left out: {lack}'}")
             continue
-        existed = (folder_of(row) / "made").exists()
-        python = environment(row, shlex.split(args.pip), args.slim)
+        existed = (environment_folder(row) / "made").exists()
+        python = create_environment(row, shlex.split(args.pip), args.slim)
         for part in open_parts:
             begin = time.monotonic()
             added = makers[part](row, python, record)
@@ -331,7 +370,7 @@ def main() -> int:
                 if args.json.resolve() == RESULTS:
                     matrix_table.write_pages(figures, about)
         if not (existed or args.keep):
-            shutil.rmtree(folder_of(row))
+            shutil.rmtree(environment_folder(row))
     return finish(figures, None, "Versions")
 
 

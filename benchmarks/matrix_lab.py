@@ -1,10 +1,14 @@
-"""Measures one training job on an emulated cluster, without holmes (stock) and with it in turns.
+"""Measures one training job on two emulated clusters, alternately without holmes ("stock") and with holmes.
 
     python benchmarks/matrix_lab.py SCENE --repetitions 3
 
-SCENE is one of matrix_rows.SCENES. benchmarks/matrix.py runs this program in the environment of each row. It
-prints JSON: the seconds of a step, the largest difference of the losses, and the share of this machine's
-cores that was used.
+SCENE names the job, one of matrix_rows.SCENES. The last line that is printed is JSON:
+
+    stock, holmes    the median seconds of a training step, for each repetition
+    difference       the largest difference between the losses of the two
+    busy             the share of this machine's cores that was used
+
+benchmarks/matrix.py runs this program with many versions of Python, torch and the frameworks.
 """
 
 from __future__ import annotations
@@ -77,14 +81,18 @@ def fsdp2(repetitions: int) -> dict[str, Series]:
 
 
 def pretrain(repetitions: int) -> dict[str, Series]:
-    """Measure the pretrain_gpt.py of Megatron-DeepSpeed's checkout on 4 + 4 nodes."""
-    import megatron_deepspeed
+    """Train with Megatron-DeepSpeed's unmodified pretrain_gpt.py on two emulated clusters of 4 nodes.
+
+    Returns:
+        The step times, losses and sent bytes of "stock" (without holmes) and of "holmes".
+    """
+    import megatron_deepspeed  # the benchmark of this name
 
     stock, holmes = variants("two_clusters_8.toml")
     series = {variant.name: Series(variant.name) for variant in (stock, holmes)}
     source = checkouts_folder() / "Megatron-DeepSpeed"
     with tempfile.TemporaryDirectory() as folder, Lab(stock.spec, realtime=True) as emulated:
-        checkout = megatron_deepspeed.copy_checkout(source, Path(folder))
+        checkout = megatron_deepspeed.copy_checkout(source, Path(folder))  # with a training text
         command = megatron_deepspeed.command_of(
             checkout, micro_batches=int(BATCH), ranks=len(stock.order), steps=STEPS
         )
@@ -95,9 +103,9 @@ def pretrain(repetitions: int) -> dict[str, Series]:
                     variant,
                     checkout,
                     command,
-                    flops=megatron_deepspeed.SCENES["4+4"].flops,
+                    flops=megatron_deepspeed.SCENES["4+4"].flops,  # of an emulated GPU
                     steps=STEPS,
-                    series=series[variant.name],
+                    series=series[variant.name],  # the measurements are added to it
                 )
     return series
 

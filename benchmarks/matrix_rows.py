@@ -1,7 +1,12 @@
-"""Lists the rows of benchmarks/matrix.py: combinations of versions, and the tests that run with each.
+"""Lists the combinations of versions with which benchmarks/matrix.py tests holmes, and the tests of each.
 
-Most rows vary the version of one package, torch or a framework. A row of the kind "pair" has a torch and
-several frameworks of the same time. docs/versions.md has a table for each kind.
+A combination is called a row, since it is one row of a table in docs/versions.md. There is a table for each
+kind of row:
+
+    torch        versions of torch
+    deepspeed    versions of DeepSpeed
+    megatron     versions of megatron-core, and of DeepSpeed under Megatron-DeepSpeed
+    pair         versions of torch, each with several frameworks that were released at that time
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ SCENES = ("deepspeed", "megatron-core", "Trainer", "FSDP2", "Megatron-DeepSpeed"
 
 @dataclass(frozen=True)
 class Row:
-    """A combination of versions that users have, and what benchmarks/matrix.py runs with it."""
+    """A combination of package versions, and the tests and measurements that matrix.py runs with it."""
 
     name: str
     kind: str  # the table that shows the row

@@ -1,9 +1,11 @@
-"""DistributedDataParallel and FSDP2 scripts that know nothing of holmes, on 4 + 4 emulated nodes, with and
-without it.
+"""Measures scripts with DistributedDataParallel, FSDP2 or torch's pipelining, with and without holmes.
 
-Ethernet (250 Mb/s) has an eighth of the faster fabric's rate. Compute is emulated
-(lab/emulate/accelerator.py), the network is real; all ways of a scene are run in turns. Trainer and
-Lightning are installed in `.venv`.
+The scripts know nothing of holmes. They run on two emulated clusters of 4 nodes. Ethernet (250 Mb/s) connects
+the clusters and has an eighth of the rate of the faster cluster's own network. Compute is emulated
+(lab/emulate/accelerator.py), and the network is real.
+
+Each script is one scene, whose variants (e.g. with and without holmes) run in turns. Two of the scripts use
+transformers' Trainer and Lightning, which are installed in `.venv`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def test_tables_of_versions_have_no_column_of_dashes():
 def test_the_newest_of_everything_is_installed_anew_and_judged(tmp_path, monkeypatch, off, failed, status):
     (tmp_path / "build" / "matrix" / "next").mkdir(parents=True)
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
-    monkeypatch.setattr(matrix, "environment", lambda row, pip, slim: matrix.folder_of(row) / "python")
+    monkeypatch.setattr(matrix, "create_environment",
+                        lambda row, pip, slim: matrix.environment_folder(row) / "python")
     monkeypatch.setattr(matrix, "run", lambda *_: SimpleNamespace(stdout="torch==2.16.0"))
     monkeypatch.setattr(matrix, "check", lambda row, python, found: found.update(off=off) or [])
     monkeypatch.setattr(matrix, "tests", lambda row, *_: [matrix.figure(row, "failed", failed, "", "<= 0")])
