@@ -1,9 +1,14 @@
-"""Compares the first training steps of a job with its Plan. Differences are printed, and are in the report.
+"""Compares what a job did in its first training steps with its plan, and prints the differences.
 
-    groups       the fabric of each process group (the program can choose another one with
-                 GLOO_SOCKET_IFNAME or with options of NCCL)
-    reductions   in two levels or in one ring, under the last backward pass or after it
-    in flight    micro-batches that the stages began before their first backward pass
+The plan is what holmes has decided before the job started. Compared are:
+
+    groups       the network of each process group (environment variables such as GLOO_SOCKET_IFNAME, or
+                 options of NCCL, can choose another one)
+    reductions   whether gradients are reduced hierarchically ("in two levels") or by one ring all-reduce, and
+                 whether during the last backward pass or after it
+    in flight    the micro-batches that each pipeline stage begins before its first backward pass
+
+`holmes report` shows the differences, too.
 """
 
 from __future__ import annotations
@@ -18,60 +23,68 @@ from holmes_ext.runtime.groups.kinds import kind_of
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.words import some_of, tell_user
 
-#: Number of training steps after which the comparison is made. One is not enough: in the first step,
-#: DeepSpeed's pipeline engine runs its own schedule.
+#: Number of training steps after which the comparison is made. One step is not enough: in the first step,
+#: DeepSpeed's pipeline engine runs its own schedule, since holmes does not know the messages' shapes yet.
 COMPARED_STEP = 2
 _RINGS = {True: "in two levels", False: "in one ring"}
 _TIMES = {True: "under the last backward pass", False: "after the backward pass"}
 
 
 class Comparison:
-    """Comparison of the job with its plan, which is made once, after COMPARED_STEP training steps."""
+    """Compares what the job did with what holmes planned for it, once, after its second training step."""
 
     def __init__(self, current: Session, put: Callable[[dict[str, Any]], None]):
-        """Prepare the comparison.
+        """Prepare the comparison. Nothing is compared yet.
 
         Args:
-            put: Called with the document for the report.
+            current: The state of holmes in this process, which has the plan and records what the job does.
+            put: Called once, with the result as a JSON document, which `holmes report` reads.
         """
         self.current = current
         self.put = put
         self.steps = 0
 
     def step_done(self) -> None:
-        """Count a training step, and compare if it is COMPARED_STEP."""
+        """Count a finished training step. After step COMPARED_STEP, compare the job with its plan.
+
+        The differences are printed and put into the report.
+        """
         self.steps += 1
         if self.steps != COMPARED_STEP:
             return
-        deviations = dict(differences(self.current))  # text -> whether the user has read the reason before
+        deviations = dict(find_differences(self.current))  # text -> whether its reason was printed before
         for text, is_explained in deviations.items():
-            if not is_explained and _first_to_tell(self.current, text):
+            if not is_explained and _is_first_to_report(self.current, text):
                 tell_user(f"not as planned: {text}")
-        self.put({"done": {**done(self.current), "differences": list(deviations)}})
+        self.put({"done": {**summary(self.current), "differences": list(deviations)}})
 
 
-def _first_to_tell(current: Session, text: str) -> bool:
-    """Return whether this rank is the first that found this difference, and therefore prints it.
+def _is_first_to_report(current: Session, text: str) -> bool:
+    """Return whether this rank is the first of the job that reports the difference `text`.
 
-    Without the job's store, ranks cannot agree on one, and each of them prints the difference.
+    Only the first rank prints a difference. The ranks find out in the job's key-value store which of them was
+    first. If there is no store, or it fails, True is returned on each rank.
     """
     if current.store is None:
         return True
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     this_rank = str(current.rank)
     try:
-        # Writes only if the key has no value yet; returns the key's value afterwards.
+        # Writes this rank only if the key has no value yet, and returns the key's value afterwards.
         first_rank = current.store.compare_set(f"{current.round}/difference/{digest}", "", this_rank)
         return first_rank.decode() == this_rank
-    except RuntimeError:  # torch.distributed.DistError is one
+    except RuntimeError:  # the store failed, with a torch.distributed.DistError
         return True
 
 
-def done(current: Session) -> dict[str, Any]:
-    """Return what the job did, for the report.
+def summary(current: Session) -> dict[str, Any]:
+    """Return how the job reduced gradients and how many micro-batches it had in flight, for `holmes report`.
 
-    "reductions" is a list of [stage, whether in two levels, whether overlapped], "in_flight" the number of
-    micro-batches of each stage.
+    Returns:
+        "reductions": for each reduction of gradients [pipeline stage, whether it was hierarchical, whether it
+            overlapped the backward pass].
+        "in_flight": for each pipeline stage, the micro-batches that it began before its first backward pass.
+            The list is empty if the framework used its own schedule.
     """
     stages = ((current.plan.stage_of(ranks), reduction) for ranks, reduction in current.reductions.items())
     rows = [[stage, reduction.two_levels, reduction.overlap] for stage, reduction in stages
@@ -79,23 +92,25 @@ def done(current: Session) -> dict[str, Any]:
     return {"reductions": sorted(rows), "in_flight": list(current.in_flight)}
 
 
-def differences(current: Session) -> Iterator[tuple[str, bool]]:
-    """Yield each difference from the plan as (text, whether the user has read the reason before).
+def find_differences(current: Session) -> Iterator[tuple[str, bool]]:
+    """Yield each difference between what the job did and what holmes planned.
 
-    The text contains no rank, so that it is the same on all ranks and is printed once.
+    Yields:
+        A sentence, and whether its reason has been printed before. The sentence contains no rank, so that it
+        is the same on all ranks and can be printed by one of them.
     """
     sizes, world = current.plan.sizes, current.plan.world_size
-    for record in current.groups:
+    for record in current.groups:  # the process groups that were created
         planned = current.transport(record.ranks, record.backend).fabric
         if record.transport.fabric != planned:
-            kind = kind_of(record.ranks, record.name, sizes, world)
+            kind = kind_of(record.ranks, record.name, sizes, world)  # e.g. "data"
             yield f"{kind} groups are on {record.transport.fabric}, planned on {planned}", False
     for ranks, reduction in current.reductions.items():
-        if text := _reduction(reduction):
+        if text := _reduction_difference(reduction):
             yield f"gradients of {_stage(current, ranks)} are summed {text}", reduction.reported
-    if text := _missing(current):
+    if text := _missing_reduction(current):
         yield text, False
-    if text := _in_flight(current):
+    if text := _in_flight_difference(current):
         yield text, False
 
 
@@ -104,36 +119,50 @@ def _stage(current: Session, ranks: Iterable[int]) -> str:
     return f"a group of rank {some_of(ranks)}" if stage is None else f"stage {stage}"
 
 
-def _reduction(reduction: DoneReduction) -> str:
-    """Return how the reduction differs from the plan, or "" if it does not.
+def _reduction_difference(reduction: DoneReduction) -> str:
+    """Return how a reduction of gradients differed from the planned one, or "" if it did not.
 
-    An overlap that the plan does not have is no difference: the program may overlap reductions by itself.
+    Two things are compared: whether it was hierarchical ("in two levels") or one ring, and whether it
+    overlapped the backward pass as planned. An overlap that was not planned is no difference: the framework
+    may overlap reductions by itself.
     """
     planned = reduction.planned
+    # Planned in two levels are only reductions of a certain size, which pay for the second level.
     two_levels = bool(planned.clusters) and reduction.bytes >= planned.two_level_from
     if reduction.two_levels != two_levels:
         return f"{_RINGS[reduction.two_levels]}, planned {_RINGS[two_levels]}"
-    return f"{_TIMES[False]}, planned {_TIMES[True]}" if planned.overlap and not reduction.overlap else ""
+    if planned.overlap and not reduction.overlap:
+        return f"{_TIMES[False]}, planned {_TIMES[True]}"
+    return ""
 
 
-def _missing(current: Session) -> str:
-    """Return a sentence if holmes should have made this stage's reduction and has not seen it, else ""."""
+def _missing_reduction(current: Session) -> str:
+    """Return a sentence if the framework reduced this rank's gradients although holmes planned to do so.
+
+    holmes records each reduction that it makes. "" is returned if there is a record for this rank's pipeline
+    stage, or if the plan leaves the stage's reduction to the framework.
+    """
     plan, sizes, engine = current.plan, current.plan.sizes, current.engine
     if sizes is None or not engine.name or not plan.traffic or not current.groups:
-        return ""
-    stage, backend = sizes.stage(current.rank), current.groups[0].backend
+        return ""  # not enough is known of the job to say what was planned
+    stage = sizes.stage(current.rank)
+    backend = current.groups[0].backend  # e.g. "gloo"
     planned = plan.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
+    # What holmes can do for this framework: overlapped reductions, hierarchical ones.
     overlap = planned.overlap and bool(engine.features.get("overlap"))
     two_levels = bool(planned.clusters) and bool(engine.features.get("two-level"))
+    if not (overlap or two_levels):
+        return ""
+    is_recorded = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}
-    seen = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
-    if seen or not (overlap or two_levels) or current.fabric_of(group, backend) is None:
+    has_network = current.fabric_of(group, backend) is not None  # a group inside a node has none
+    if is_recorded or not has_network:
         return ""
     how = _RINGS[True] if two_levels else _TIMES[True]
     return f"gradients of stage {stage} are summed by {engine.name} itself, planned {how}"
 
 
-def _in_flight(current: Session) -> str:
+def _in_flight_difference(current: Session) -> str:
     plan = current.plan
     if plan.sizes is None or not plan.traffic or not current.groups:
         return ""

@@ -36,27 +36,34 @@ _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){
 
 
 def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, error: str) -> str:
-    """Return one line for the user about a failed reduction.
+    """Return a one-line message about a failed reduction of gradients.
 
-    The line names this rank and its node, the gradients, the fabric, the group's ranks, the lost node if the
-    error contains its address, and the transport's error. If the job ends because another rank refused bad
-    input, the line is that rank's message instead.
+    The message names:
+        - this rank and its node
+        - the gradients, the network and the ranks of the group
+        - the node that was lost, if `error` contains its address
+        - the error of the transport
+
+    If another rank has ended before because of bad input, the message of that rank is returned instead,
+    since it is the cause of this failure.
 
     Args:
         what: The gradients that were reduced, e.g. "bucket 0 of 8".
-        ranks: The members of the group.
-        fabric: The network of the group; None if the plan has none for it.
+        ranks: The members of the process group.
+        fabric: The network of the group, or None if holmes has not planned one for it.
         error: The message of the transport (gloo or NCCL).
     """
     import torch.distributed as dist
 
-    current = session.active()
+    current = session.active()  # the state of holmes in this process, or None
     reporter = me(current) if current else f"rank {dist.get_rank()}"
     where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
-    lost_node = _lost_node(error, ranks)
+    lost_node = _lost_node(error, ranks)  # "" if `error` contains no address of a node
     failure = (f"the reduction of {what} failed over {where} in the group of ranks {some_of(ranks)}"
                f"{lost_node}: {_last_line(error)}")
-    return _or_refused(reporter, failure).removeprefix(INPUT)
+    # The bad input that another rank has reported, or else this failure. INPUT ("holmes: ") marks bad input;
+    # the caller's exception gets the same prefix again when it is printed.
+    return _bad_input_or(reporter, failure).removeprefix(INPUT)
 
 
 def explain(error: BaseException) -> str | None:
@@ -83,7 +90,7 @@ def broken(what: str, error: str) -> str:
     current = session.active()
     assert current is not None
     lost = _lost_node(error, range(current.plan.world_size))
-    return _or_refused(me(current), f"{what} failed{lost}: {_last_line(error)}")
+    return _bad_input_or(me(current), f"{what} failed{lost}: {_last_line(error)}")
 
 
 def of_nccl() -> str | None:
@@ -98,7 +105,7 @@ def of_nccl() -> str | None:
     lost = f"{'one of ' if len(others) > 1 else ''}node {nodes} (rank {some_of(others)}) is lost"
     cause = lost if error != "TIMEOUT" else "the timeout has passed"
     text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
-    return _or_refused(me(current), text).removeprefix(INPUT)
+    return _bad_input_or(me(current), text).removeprefix(INPUT)
 
 
 def me(current: session.Session) -> str:
@@ -106,7 +113,7 @@ def me(current: session.Session) -> str:
     return f"rank {current.rank} on node {current.node.name}"
 
 
-def _or_refused(me: str, failed: str) -> str:
+def _bad_input_or(me: str, failed: str) -> str:
     mine = f"{me}: {failed}{_blamed()}"
     first = _first(mine)
     return f"{first} ({me} ends with it)" if first.startswith(INPUT) else _both(mine, first)

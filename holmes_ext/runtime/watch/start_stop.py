@@ -103,48 +103,55 @@ def unwatch_nics() -> None:
 
 
 def hook_optimizers(recorder: telemetry.Recorder) -> None:
-    """Record the time of every optimizer step, and the end of training steps, by torch's optimizer hooks.
+    """Install torch's optimizer hooks, which time each optimizer step and count the training steps.
 
-    The recorder uses these ends of steps only if no framework's patch reports them.
+    Args:
+        recorder: Collects the telemetry of this process. It ignores these counts of training steps if it
+            gets them from a better source, such as the framework.
     """
     from torch.optim import optimizer
 
-    open_spans: list[Any] = []  # an optimizer's step may call that of another
-    counter = StepCounter()
+    open_spans: list[Any] = []  # a stack: an optimizer's step() may call the step() of another optimizer
+    counter = StepCounter()  # a training step may consist of several optimizer steps
 
     def before_step(*_: Any) -> None:
-        span = telemetry.span("optimizer")
+        span = telemetry.span("optimizer")  # a context manager that measures a duration
         open_spans.append(span)
         span.__enter__()
 
     def after_step(stepped_optimizer: Any, *_: Any) -> None:
-        if open_spans:
+        if open_spans:  # else the hooks were installed during this step
             open_spans.pop().__exit__(None, None, None)
         if counter.ends_step(stepped_optimizer):
             recorder.step_done("optimizer")
 
+    # unhook_optimizers() removes what is in this list.
     _Running.hooks.append(optimizer.register_optimizer_step_pre_hook(before_step))
     _Running.hooks.append(optimizer.register_optimizer_step_post_hook(after_step))
 
 
 def compare_with_plan(current: Session) -> None:
-    """Compare the job with its plan after the first training steps, and write the result into the report.
+    """Install a hook that compares the job with what holmes planned for it, after the second training step.
 
-    Training steps are counted by optimizer steps. as_planned.py makes the comparison.
+    Differences are printed, and are written into the telemetry of this process, if that is on.
+
+    Args:
+        current: The state of holmes in this process, which has the plan and records what the job does.
     """
     from torch.optim import optimizer
 
-    def put(document: dict[str, Any]) -> None:
-        if _Running.writer is not None:
+    def write_to_telemetry(document: dict[str, Any]) -> None:
+        if _Running.writer is not None:  # telemetry is on
             _Running.writer.put(document)
 
-    comparison = Comparison(current, put)
-    counter = StepCounter()
+    comparison = Comparison(current, write_to_telemetry)
+    counter = StepCounter()  # a training step may consist of several optimizer steps
 
     def after_step(stepped_optimizer: Any, *_: Any) -> None:
         if counter.ends_step(stepped_optimizer):
             comparison.step_done()
 
+    # unhook_optimizers() removes what is in this list.
     _Running.hooks.append(optimizer.register_optimizer_step_post_hook(after_step))
 
 
