@@ -80,13 +80,14 @@ def arguments() -> argparse.Namespace:
     add("--sequence", type=int, default=128)
     add("--micro-batch", type=int, default=4, help="samples in a micro-batch of one rank")
     add("--micro-batches", type=int, default=1, help="micro-batches in a step (gradient accumulation)")
-    add("--replicas", type=int, default=1, help="above 1: a mesh (replicas, ranks of each)")
+    add("--replicas", type=int, default=1,
+        help="copies of the sharded model; above 1: a 2-D mesh (replicas, ranks of a replica)")
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
-    add("--log-file", help="a JSON line for each step")
-    add("--save", help="a folder for the checkpoint")
-    add("--save-after", type=int, metavar="STEP", help="step after which it is saved (default: the last)")
-    add("--load", help="go on from that checkpoint")
+    add("--log-file", help="write a JSON line for each step into this file")
+    add("--save", metavar="FOLDER", help="save a checkpoint into this folder")
+    add("--save-after", type=int, metavar="STEP", help="save it after this step (default: the last)")
+    add("--load", metavar="FOLDER", help="resume from the checkpoint in this folder")
     return parser.parse_args()
 
 

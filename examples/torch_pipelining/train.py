@@ -118,13 +118,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--pipeline", type=int, default=2, help="ranks of a pipeline; what is left is data-parallel")
+    add("--pipeline", type=int, default=2, help="ranks of a pipeline; pipelines are data-parallel replicas")
     add("--schedule", choices=SCHEDULES, default="1F1B")
-    add("--chunks", type=int, default=1, help="stages of each rank (not of GPipe and 1F1B)")
+    add("--chunks", type=int, default=1, help="stages of each rank (1 with GPipe and 1F1B)")
     add("--data-parallel", choices=("ddp", "fsdp", "alone"), default="ddp",
-        help="alone: in DistributedDataParallel of one rank, so nothing is reduced and replicas train by "
-             "themselves")
-    add("--mesh", default="pp,dp", choices=("pp,dp", "dp,pp"), help="its dimensions, outermost first")
+        help="alone: each rank is a DistributedDataParallel group by itself, so gradients are not reduced "
+             "between replicas")
+    add("--mesh", default="pp,dp", choices=("pp,dp", "dp,pp"),
+        help="dimensions of the device mesh, outermost first")
     add("--steps", type=int, default=50)
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=128)
@@ -134,10 +135,11 @@ def arguments() -> argparse.Namespace:
     add("--micro-batches", type=int, default=4, help="micro-batches in a step")
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
-    add("--log-file", help="a JSON line for each step")
-    add("--save", help="a folder for the checkpoint")
-    add("--save-after", type=int, metavar="STEP", help="step after which it is saved (default: the last)")
-    add("--load", help="go on from that checkpoint, with as many stages and the same --data-parallel")
+    add("--log-file", help="write a JSON line for each step into this file")
+    add("--save", metavar="FOLDER", help="save a checkpoint into this folder")
+    add("--save-after", type=int, metavar="STEP", help="save it after this step (default: the last)")
+    add("--load", metavar="FOLDER",
+        help="resume from the checkpoint in this folder, with as many stages and the same --data-parallel")
     return parser.parse_args()
 
 

@@ -42,7 +42,7 @@ def install() -> bool:
     _tensors(torch)
     _streams(torch)
     _random_state(torch)
-    _optimizer(torch)
+    _make_adam_resumable(torch)
     _experts()
     _modules(torch)
     return True
@@ -189,46 +189,51 @@ def _random_state(torch):
     wrapt.register_post_import_hook(warm_up, "megatron.training.initialize")
 
 
-def _optimizer(torch):
-    """What resuming with torch's Adam needs, which Transformer Engine's and Apex's do not.
+def _make_adam_resumable(torch):
+    """Change torch's Adam so that Megatron can resume from a checkpoint with it.
 
-    A fresh one has a state (of zeros, at step 0); every parameter counts its own steps, since megatron loads
-    one `step` tensor for all of them and each would advance it; and the distributed optimizer, which loads
-    weights and moments, leaves `step` alone.
+    Megatron expects the behaviour of Transformer Engine's and Apex's Adam, which differ from torch's:
+        - state_dict() before the first step has a state for each parameter: zeros, at step 0.
+        - load_state_dict() gives each parameter a `step` tensor of its own. Megatron passes a single tensor
+          for all parameters, which torch would advance once for each of them.
+        - Megatron's distributed optimizer sets weights and moments of a parameter without its `step`, which
+          must stay as it is.
     """
-    # asks a CUDA build's driver
+    # This check would call the CUDA driver, which CUDA builds of torch do not find without a GPU.
     torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None
     load = torch.optim.Optimizer.load_state_dict
 
-    def load_and_part(self, *args, **kwargs):
+    def load_with_own_steps(self, *args, **kwargs):
         result = load(self, *args, **kwargs)
         for state in self.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
         return result
 
-    torch.optim.Optimizer.load_state_dict = load_and_part
-    describe = torch.optim.Adam.state_dict
+    torch.optim.Optimizer.load_state_dict = load_with_own_steps
+    state_dict = torch.optim.Adam.state_dict
 
-    def begun(self, *args, **kwargs):
-        if not self.state:
+    def state_dict_with_zeros(self, *args, **kwargs):
+        if not self.state:  # before the first step
             for param in (param for group in self.param_groups for param in group["params"]):
                 self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param),
                                      "exp_avg_sq": torch.zeros_like(param)}
-        return describe(self, *args, **kwargs)
+        return state_dict(self, *args, **kwargs)
 
-    torch.optim.Adam.state_dict = begun  # AdamW is a kind of Adam
+    torch.optim.Adam.state_dict = state_dict_with_zeros  # also for AdamW, a subclass of Adam
 
     def keep_step(module):
-        put = module.DistributedOptimizer._set_main_param_and_optimizer_states
+        set_state = module.DistributedOptimizer._set_main_param_and_optimizer_states
 
-        def put_with_step(self, model_param, tensors, *args, **kwargs):
-            group, place = self.model_param_group_index_map[model_param]
-            step = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]["step"]
-            return put(self, model_param, {"step": step.clone(), **tensors}, *args, **kwargs)
+        def set_state_with_step(self, model_param, tensors, *args, **kwargs):
+            group, index = self.model_param_group_index_map[model_param]
+            parameter = self.optimizer.param_groups[group]["params"][index]
+            step = self.optimizer.state[parameter]["step"]
+            return set_state(self, model_param, {"step": step.clone(), **tensors}, *args, **kwargs)
 
-        module.DistributedOptimizer._set_main_param_and_optimizer_states = put_with_step
+        module.DistributedOptimizer._set_main_param_and_optimizer_states = set_state_with_step
 
+    # keep_step is called with the module once Megatron imports it.
     wrapt.register_post_import_hook(keep_step, "megatron.core.optimizer.distrib_optimizer")
 
 

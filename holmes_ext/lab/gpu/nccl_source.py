@@ -1,11 +1,12 @@
-"""Finds NCCL's source, from which the host code of the emulated GPUs' NCCL is compiled.
+"""Finds the source code of NCCL on this machine.
 
-The first of these that is given or exists is used. Each is a checkout, or an archive of one
-(.tar.gz), which is unpacked into the cache:
+Emulated GPUs need it: holmes compiles NCCL's host code from source, and runs it on an emulated CUDA runtime.
+The source is a git checkout, or a .tar.gz archive of one, which is unpacked into holmes's cache. It is taken
+from the first of these that is given or exists:
 
-    --nccl-source               of `holmes lab build` and `holmes lab run --gpu`
-    $HOLMES_NCCL_SOURCE
-    ~/.cache/holmes_ext/nccl    `make checkouts` clones it
+    1. the value of --nccl-source, an option of `holmes lab build` and `holmes lab run --gpu`
+    2. the environment variable HOLMES_NCCL_SOURCE
+    3. the folder ~/.cache/holmes_ext/nccl, into which `make checkouts` clones NCCL
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ TRIED = ("2.27.7", "2.28.9", "2.29.7", "2.30.7")
 
 @dataclass(frozen=True)
 class NcclSource:
-    """folder: of the checkout, with src and makefiles; digest: of what is compiled."""
+    """A checkout of NCCL."""
 
-    folder: Path
+    folder: Path  # contains src and makefiles
     version: tuple[int, int, int]
-    digest: str
+    digest: str  # of the files that are compiled
 
     @property
     def name(self) -> str:
@@ -47,23 +48,25 @@ class NcclSource:
 
 
 def default_nccl_folder() -> Path:
-    """Return the folder whose checkout is used if no other source is given. It need not exist."""
+    """Return the folder in which NCCL's source is searched if the user names no other. It may not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base, "holmes_ext", "nccl").absolute()
 
 
 def find_nccl(option: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSource:
-    """Return the source of NCCL.
+    """Find the source code of NCCL, and return its folder and version.
+
+    It is searched in `option`, in the environment variable HOLMES_NCCL_SOURCE, and in a default folder.
 
     Args:
-        option: The value of --nccl-source, or None.
+        option: A checkout of NCCL or an archive of one (the value of --nccl-source), or None.
         cache: The folder into which an archive is unpacked.
-        wanted: The version that an error message recommends.
+        wanted: The version of NCCL that the error message recommends if no source is found.
 
     Raises:
-        HolmesError: There is no source, or its version is not emulated.
+        HolmesError: There is no source, or the emulated GPUs do not support its version of NCCL.
     """
-    given = option or os.environ.get(VARIABLE)
+    given = option or os.environ.get(VARIABLE)  # VARIABLE is "HOLMES_NCCL_SOURCE"
     path = Path(given).resolve() if given else default_nccl_folder()
     if given and not path.exists():
         raise HolmesError(f"{given}: there is no such NCCL source; git clone -b v{wanted}-1 {REPOSITORY}")
@@ -73,10 +76,10 @@ def find_nccl(option: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSo
             f"or name another folder with --nccl-source or {VARIABLE}"
         )
     folder = path if path.is_dir() else _unpacked(path, cache)
-    return _read(folder, given or str(path))
+    return _read_version(folder, given or str(path))
 
 
-def _read(folder: Path, where: str) -> NcclSource:
+def _read_version(folder: Path, where: str) -> NcclSource:
     makefile = folder / "makefiles" / "version.mk"
     text = makefile.read_text() if makefile.is_file() and (folder / "src/init.cc").is_file() else ""
     numbers = re.findall(r"^NCCL_(?:MAJOR|MINOR|PATCH)\s*:=\s*(\d+)", text, re.MULTILINE)

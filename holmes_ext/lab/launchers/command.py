@@ -38,15 +38,29 @@ def started(lab: Lab, launcher: str, command: Sequence[str], *, order: Sequence[
             processes: int | None,
             env: Mapping[str, str], accelerator: Mapping[str, Any] | None,
             **options: Any) -> tuple[Job, list[str]]:
-    """`command` as a job of that launcher in a lab with a login host, and the host of each of the Job's
-    ranks: the launcher itself, with torchrun an agent on every node. options: of Lab.start_programs."""
+    """Start `command` with a real launcher (torchrun, srun, mpirun or deepspeed) on emulated nodes.
+
+    torchrun is started on every node. The other launchers are started once, on the lab's login host, from
+    which they start the processes on the nodes.
+
+    Args:
+        lab: The emulated nodes and networks, with a login host.
+        order: Names of the nodes to use, in this order; None for all nodes of the lab.
+        processes: Processes on each node; None for the number that the lab's cluster file names.
+        accelerator: Settings of the emulated accelerator; None without one.
+        options: Passed to Lab.start_programs.
+
+    Returns:
+        The running job, whose "ranks" are the launcher's programs, and the host of each of them.
+    """
     nodes = [node for node in lab.nodes if order is None or node.name in order]
     if order is not None:
         nodes.sort(key=lambda node: order.index(node.name))
     count = ranks.processes_for_each(nodes, processes, lab.spec.source)
-    if launcher in PACKAGES and not starts_itself(launcher, command):
+    if launcher in PACKAGES and not starts_itself(launcher, command):  # `command` has no launcher yet
         program(launcher)  # raises a HolmesError that names the package to install
     names = [node.name for node in nodes]
+    # Services that the launcher needs on the nodes: Slurm's for srun, sshd for mpirun and deepspeed.
     daemons = Daemons(lab, NEEDS[launcher], names, count, env, accelerator)
     argv = command_line(launcher, names, count, command, daemons.directory)
     hosts = names if launcher == "torchrun" else [LOGIN]
