@@ -31,17 +31,24 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Log:
-    """What the log of one run says."""
+    """The losses, step times and messages of holmes that a run of pretrain_gpt.py printed."""
 
-    losses: dict[int, float]  # by iteration
-    seconds: dict[int, float]  # by iteration
-    lines: list[str]  # what holmes printed, except for `served` and `advice`
-    served: list[str]  # that modules are not installed and are served empty: with some versions only
-    advice: list[str]  # that other layers on each stage would be faster: depends on measured times
+    losses: dict[int, float]  # by training step, from 1
+    seconds: dict[int, float]  # by training step, from 1
+    lines: list[str]  # of holmes, except for those in `served` and `advice`
+    served: list[str]  # "... is served empty": holmes replaces a module that is not installed
+    advice: list[str]  # "a restart with --holmes-partition ...": other layers per stage would be faster
 
 
 def holmes_lines(result) -> list[str]:
-    """Return the lines that holmes printed on any rank, without those that depend on versions or times."""
+    """Return the lines that holmes printed on any rank and that are the same in every run.
+
+    Left out are the lines about modules that are not installed, which depend on versions, and those that
+    advise other layers per pipeline stage, which depend on measured times.
+
+    Args:
+        result: The RunResult of a job, with the output of each rank.
+    """
     return [line for line in _all_holmes_lines(result) if not (_is_served(line) or _is_advice(line))]
 
 
@@ -78,26 +85,29 @@ class Checkout:
     def __init__(self, source: str | Path, folder: Path, vocabulary: tuple[Path, Path] | None = None):
         self.folder = folder / "checkout"
         shutil.copytree(source, self.folder, ignore=shutil.ignore_patterns(".git", "images", "docs"))
-        # Its Makefile calls python3; DeepSpeed finds its accelerator by this name.
         self.env = {
+            # The checkout's Makefile calls python3: the one that runs the tests.
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(
                 [str(SITE), str(self.folder), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "DS_ACCELERATOR": "cpu",  # read by DeepSpeed
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron requires it for --sequence-parallel
             "TORCHDYNAMO_DISABLE": "1",
-            # In the user's cache, a job that ends while it compiles an extension leaves a lock, for which
-            # every later job waits without end.
+            # A folder of its own for DeepSpeed's compiled extensions. A job that is ended while it compiles
+            # one leaves a lock file; in the user's cache, later jobs would wait for it without end.
             "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         }
-        rebase = self.folder / "examples_deepspeed" / "rebase"
+        rebase = self.folder / "examples_deepspeed" / "rebase"  # has GPT-2's vocabulary
         tokens, merges = vocabulary or (rebase / "gpt2-vocab.json", rebase / "gpt2-merges.txt")
         self.vocabulary = ["--vocab-file", str(tokens), "--merge-file", str(merges)]
-        self.corpus = self._make_corpus(folder)
-        self.check(["make"], cwd=self.folder / "megatron" / "data")
+        self.corpus = self._make_corpus(folder)  # the training text, as token numbers
+        self.check(["make"], cwd=self.folder / "megatron" / "data")  # compiles the dataset's C++ helpers
 
     def compile_adam(self) -> None:
-        """Compile the extension of --ds_fused_adam before a job with a time limit needs it."""
+        """Compile the C++ extension of DeepSpeed's fused Adam.
+
+        Otherwise the first training job would compile it, and could exceed its time limit.
+        """
         load = "from deepspeed.ops.op_builder.cpu import FusedAdamBuilder; FusedAdamBuilder().load()"
         self.check([sys.executable, "-c", load])
 
@@ -160,12 +170,20 @@ class Checkout:
 
 
 def read_log(result) -> Log:
-    """From the outputs of all ranks; AssertionError shows them when the run failed."""
+    """Return the losses, the step times and the messages of holmes in the output of a pretrain_gpt.py run.
+
+    Args:
+        result: The RunResult of the job, with the output of each rank.
+
+    Raises:
+        AssertionError: The run failed. The message has the end of the failed rank's output.
+    """
     assert result.returncode == 0, f"{result.returncode}: {result.outputs[result.first_failed or 0][-6000:]}"
     lines = [line for output in result.outputs.values() for line in output.splitlines()]
-    found = [match for match in map(LOSS.search, lines) if match]
-    losses = {int(match[1]): float(match[3]) for match in found}
-    seconds = {int(match[1]): float(match[2]) / 1e3 for match in found}
+    # Megatron's log line of a training step. LOSS has three groups: step, milliseconds, loss.
+    matches = [match for match in map(LOSS.search, lines) if match]
+    losses = {int(match[1]): float(match[3]) for match in matches}
+    seconds = {int(match[1]): float(match[2]) / 1e3 for match in matches}
     printed = _all_holmes_lines(result)
     return Log(
         losses=losses,

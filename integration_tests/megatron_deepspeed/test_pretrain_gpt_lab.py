@@ -1,8 +1,11 @@
-"""Megatron-DeepSpeed's unmodified pretrain_gpt.py on two emulated clusters, stock and with --holmes.
+"""Tests Megatron-DeepSpeed's unmodified pretrain_gpt.py with holmes, on two emulated clusters of 2 nodes.
 
-Most tests train a small GPT on 2 + 2 nodes and compare the printed losses with those of stock, which is the
-script without any flag of holmes. A landing (.ci/run) trains the first of CASES and a tenth of the others.
-tests/checkouts.py says where the checkout of Megatron-DeepSpeed is searched.
+Most tests train a small GPT twice: with --holmes, and without any flag of holmes ("stock"). They compare the
+losses that the script prints.
+
+CASES lists the combinations of parallelism, ZeRO stage and dtype. By default, the first of them and a tenth
+of the others run; HOLMES_TEST_FULL=1 runs all. tests/checkouts.py says where the checkout of
+Megatron-DeepSpeed is searched. Without a checkout, all tests are skipped.
 """
 
 import base64
@@ -31,7 +34,7 @@ NO_PIPELINE = ("--no-pipeline-parallel",)
 
 @dataclass(frozen=True)
 class Case:
-    """Split of the model over 4 ranks (2 in each cluster), with the ZeRO stage and the dtype of training."""
+    """A training run on 4 ranks: how they share the model and the data, the ZeRO stage and the dtype."""
 
     name: str  # the test's id
     pipeline: int = 1  # stages
@@ -47,7 +50,7 @@ class Case:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags of pretrain_gpt.py that split the model."""
+        """The flags of pretrain_gpt.py that set the pipeline, tensor and sequence parallel sizes."""
         flags = NO_PIPELINE
         if self.pipeline > 1:
             flags = ("--pipeline-model-parallel-size", str(self.pipeline))
@@ -59,12 +62,15 @@ class Case:
 
     @property
     def sums_four_gradients(self) -> bool:
-        """Whether each gradient is a sum over 4 ranks, whose rounding depends on the order."""
+        """Whether each gradient is a sum over all 4 ranks, so that its rounding depends on their order."""
         return self.data * self.sequence == 4
 
     @property
     def is_tied_over_four_ranks(self) -> bool:
-        """Whether a tied embedding is summed over 2 stages x 2 data-parallel ranks (see STOCK_ORDER)."""
+        """Whether the tied embedding's gradient is a sum over 2 stages x 2 data-parallel ranks.
+
+        The rounding of such a sum depends on the order of the ranks.
+        """
         return self.pipeline == 2 and self.data == 2
 
 
@@ -124,8 +130,18 @@ def checkout(tmp_path_factory):
 
 
 def train(checkout, two_clusters, *flags, steps=STEPS, env=None, **more):
-    """Train for `steps` steps; return the Log of the run and the MB that each NIC of each node sent."""
-    before = two_clusters.lab.counters()
+    """Run pretrain_gpt.py on the nodes of two emulated clusters.
+
+    Args:
+        checkout: The copy of Megatron-DeepSpeed.
+        two_clusters: The emulated nodes and networks.
+        flags: Further arguments of pretrain_gpt.py.
+        more: Passed to Checkout.arguments, e.g. zero=1 or dtype="bf16".
+
+    Returns:
+        The Log (losses, step times and messages of holmes), and the MB that each NIC of each node sent.
+    """
+    before = two_clusters.lab.counters()  # bytes of each NIC
     result = checkout.run(two_clusters, *checkout.arguments(steps, *flags, **more), env=env, timeout=420)
     return read_log(result), two_clusters.sent(before)
 
@@ -133,14 +149,17 @@ def train(checkout, two_clusters, *flags, steps=STEPS, env=None, **more):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", some(CASES, "pipeline 2 x data 2"))
 def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_clusters, name):
-    """With --holmes the losses are stock's, and gradients move from Ethernet to the clusters' fast NICs."""
+    """The losses with --holmes equal those without, and gradients take the clusters' fast NICs, not Ethernet.
+
+    Where the gradients of four ranks are added, the losses may differ by rounding.
+    """
     case = CASES[name]
     precision = {"zero": case.zero_stage, "dtype": case.dtype}
     holmes_flags = (*case.flags, *two_clusters.holmes)
     stock, stock_sent = train(checkout, two_clusters, *case.flags, **precision)
     ours, sent = train(checkout, two_clusters, *holmes_flags, **precision)
     assert list(stock.losses) == list(range(1, STEPS + 1))
-    assert stock.losses[STEPS] < stock.losses[1] - 0.5
+    assert stock.losses[STEPS] < stock.losses[1] - 0.5  # the model learns
     difference = max(abs(stock.losses[step] - ours.losses[step]) for step in stock.losses)
     print(
         f"\n{name}: losses {stock.losses[1]} ... {stock.losses[STEPS]}, greatest difference {difference}; "
@@ -148,17 +167,20 @@ def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_cluste
     )
 
     if case.sums_four_gradients:
-        # Two levels add the same four numbers in another order. (Two numbers have no other order.)
+        # holmes reduces hierarchically, which adds the same four numbers in another order than stock.
         assert ours.losses == pytest.approx(stock.losses, abs=1e-4)
     elif case.is_tied_over_four_ranks:
         tolerance = OTHER_ORDER if case.dtype == "fp32" else 1e-2
         assert ours.losses == pytest.approx(stock.losses, abs=tolerance)
         assert "tied weights summed in two levels" in ours.lines[0]
+        # With STOCK_ORDER, holmes adds in stock's order, and no digit differs.
         in_order, _ = train(checkout, two_clusters, *holmes_flags, **precision, env=STOCK_ORDER)
         assert in_order.losses == stock.losses
     else:
+        # At most two numbers are added, which have only one order.
         assert ours.losses == stock.losses
 
+    # The lines of holmes: none in stock's run; the first one names the clusters.
     assert not stock.lines
     assert "2 clusters" in ours.lines[0]
     if case.zero_stage == 3:
@@ -171,35 +193,40 @@ def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_cluste
 
 
 def check_bytes_sent(case: Case, stock_sent: dict, sent: dict) -> None:
-    """Assert that gradients inside a cluster take fast NICs, of which stock uses none.
+    """Assert that holmes sends gradients between nodes of one cluster over their fast NICs.
+
+    The script without holmes ("stock") sends everything over Ethernet, which connects all nodes.
 
     Args:
-        stock_sent: MB that each NIC of each node sent in stock's run.
-        sent: The same, of the run with --holmes.
+        stock_sent: By node and NIC, the MB sent without holmes.
+        sent: By node and NIC, the MB sent with holmes.
     """
     for node, nics in sent.items():
         stock_ethernet = stock_sent[node]["eth0"]
-        assert fast(stock_sent[node]) < 0.01
+        assert fast(stock_sent[node]) < 0.01  # MB on the node's fast NIC
         if case.zero_stage == 3:
-            # One group over both clusters, and DeepSpeed's own collectives, which holmes leaves on Ethernet.
+            # One group spans both clusters. holmes leaves DeepSpeed's own collectives on Ethernet.
             assert fast(nics) < 1
             assert nics["eth0"] > 100
         elif case.data == 4:
-            # One group over both clusters, whose gradients are reduced in two levels.
+            # One group spans both clusters. Its gradients are reduced inside each cluster first.
             assert fast(nics) > 1
             assert nics["eth0"] < 0.8 * stock_ethernet
         else:
-            # Most bytes cross in any case: GPT-2's tied embedding is large beside tensors of hidden size 64.
+            # Most bytes must cross between the clusters: GPT-2's tied embedding is large beside the other
+            # tensors, whose hidden size is 64.
             smallest_share = 0.25 if case.is_tied_over_four_ranks else 0.02
             assert fast(nics) > smallest_share * stock_ethernet, (node, nics, stock_sent[node])
 
     if case.data == 4:
         return
-    spared = sum(nics["eth0"] for nics in stock_sent.values()) - sum(nics["eth0"] for nics in sent.values())
+    stock_ethernet_total = sum(nics["eth0"] for nics in stock_sent.values())
+    spared = stock_ethernet_total - sum(nics["eth0"] for nics in sent.values())
     moved = sum(fast(nics) for nics in sent.values())
-    # Each MB on a fast NIC spares one on Ethernet, except for a tied embedding. Of N bytes of gradients on a
-    # rank, let E be those of a tied embedding. Two levels send E on fast NICs and E / 2 across, instead of E
-    # across. So N + E are on fast NICs and N + E / 2 are spared, which is at least 3/4 of N + E.
+    # Each MB on a fast NIC spares about one MB on Ethernet, but less for a tied embedding: its hierarchical
+    # all-reduce sends E bytes on fast NICs and E / 2 on Ethernet, where stock sends E on Ethernet. With N
+    # bytes of gradients in all, N + E are on fast NICs and N + E / 2 are spared. E <= N, so the ratio is at
+    # least 3/4. The bounds leave some room.
     smallest_share = 0.7 if case.is_tied_over_four_ranks else 0.9
     assert spared > smallest_share * moved, (stock_sent, sent)
 
@@ -208,9 +235,14 @@ def check_bytes_sent(case: Case, stock_sent: dict, sent: dict) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_checkpoints_pass_between_stock_and_holmes(checkout, two_clusters, tmp_path, zero):
-    """A checkpoint of one, resumed by the other, goes on with exactly the losses of an uninterrupted run."""
+    """A job resumes from the other's checkpoint with exactly the losses of an uninterrupted run.
+
+    "stock" is the job without holmes. It saves a checkpoint after step 3 from which the job with holmes
+    resumes, and the other way round.
+    """
 
     def run(*flags):
+        # STOCK_ORDER: holmes adds gradients in stock's order, so that no digit of a loss differs.
         return train(checkout, two_clusters, *PIPELINE, *flags, steps=6, zero=zero, env=STOCK_ORDER)[0]
 
     uninterrupted = run()
@@ -229,10 +261,11 @@ NO_PADDING = ("--make-vocab-size-divisible-by", "1")
 
 
 def convert_as_advised(line: str, checkout, folder: Path) -> None:
-    """Run the conversion to a universal checkpoint that holmes's message `line` names for `folder`."""
+    """Convert the checkpoint in `folder` to a universal one, with the command in holmes's message `line`."""
     command = re.search(
         r"python (-m deepspeed\.checkpoint\.ds_to_universal --input_folder \S+ --output_folder \S+?),",
-                        line)
+        line,
+    )
     assert command and str(folder) in command[1], line
     checkout.check([sys.executable, *command[1].split()])
 
@@ -240,34 +273,43 @@ def convert_as_advised(line: str, checkout, folder: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
         checkout, two_clusters, tmp_path, exhaustive):
-    """A job goes on with other layers per stage if its checkpoint is converted as holmes's message says.
+    """A job resumes with other layers per stage if the checkpoint is converted as holmes's message says.
 
-    Stock trains 2 + 2 layers, then holmes 3 + 1 (and others), then stock 2 + 2 again. All losses are those of
-    the uninterrupted run, in every printed digit. Activation checkpointing and tied embeddings are on.
+    A job without holmes trains stages of 2 + 2 layers, then one with holmes 3 + 1, then one without holmes
+    2 + 2 again. Before each conversion, a job with holmes refuses to load the checkpoint, and its message has
+    the command that converts it. All losses are exactly those of an uninterrupted run.
     """
     flags = (*PIPELINE, *NO_PADDING, "--checkpoint-activations", "--checkpoint-num-layers", "2")
     holmes = (*two_clusters.holmes, "--holmes-partition")
 
     def run(*more):
+        # Returns the losses by step. STOCK_ORDER: holmes adds gradients in the order of a job without it.
         return train(checkout, two_clusters, *flags, *more, steps=8, zero=1, env=STOCK_ORDER)[0].losses
 
     uninterrupted = run()
-    stock = tmp_path / "stock"
-    ours = tmp_path / "ours"
+    stock = tmp_path / "stock"  # checkpoint of the job without holmes
+    ours = tmp_path / "ours"  # checkpoint of the job with holmes
+
+    # Without holmes, 2 + 2 layers: saved after step 3. A stage's modules are its layers, embedding and so on.
     run("--save", str(stock), "--save-interval", "3", "--exit-interval", "3")
     line = refused(checkout, two_clusters, *flags, "--holmes-partition", "3,1", "--load", str(stock), zero=1)
     assert "was saved with stages of 4+4 modules, this job has stages of 5+3 modules" in line
     convert_as_advised(line, checkout, stock)
+
+    # With holmes, 3 + 1 layers (and other partitions): resumed, and saved after step 6.
     load = ("--load", str(stock), "--universal-checkpoint")
-    resumed = {step: loss for step, loss in uninterrupted.items() if step > 3}
+    after_step_3 = {step: loss for step, loss in uninterrupted.items() if step > 3}
     if exhaustive:
         for partition in ("balanced", "speed"):
-            assert run(*holmes, partition, *load) == resumed, partition
-        # 4 stages leave one data-parallel rank, which adds 8 micro-batches where two ranks added 4 each
+            assert run(*holmes, partition, *load) == after_step_3, partition
+        # Not exactly equal: with 4 stages there is one data-parallel rank, which adds the gradients of 8
+        # micro-batches one after another. With 2 stages, two ranks add 4 each.
         four_stages = ("--pipeline-model-parallel-size", "4", *two_clusters.holmes)
-        assert run(*four_stages, *load) == pytest.approx(resumed, abs=1e-5)
+        assert run(*four_stages, *load) == pytest.approx(after_step_3, abs=1e-5)
     losses = run(*holmes, "3,1", *load, "--save", str(ours), "--save-interval", "6", "--exit-interval", "6")
     assert losses == {step: loss for step, loss in uninterrupted.items() if 3 < step <= 6}
+
+    # Without holmes, 2 + 2 layers again: resumed.
     line = refused(checkout, two_clusters, *flags, "--load", str(ours), zero=1)
     assert "was saved with stages of 5+3 modules, this job has stages of 4+4 modules" in line
     convert_as_advised(line, checkout, ours)
@@ -279,7 +321,7 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
 @pytest.mark.parametrize("zero, dtype", [(1, "fp32"), pytest.param(0, "fp32", marks=full),
                                          pytest.param(0, "bf16", marks=full)])
 def test_overlapped_reduction_leaves_the_losses(checkout, two_clusters, zero, dtype):
-    """Reducing gradients under the backward passes changes no printed digit of stock's losses."""
+    """The losses equal stock's (without holmes) exactly if gradients are reduced during backward passes."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=8, zero=zero, dtype=dtype)
     ours, _ = train(checkout, two_clusters, *PIPELINE, *two_clusters.holmes, "--holmes-overlap", "on",
                     steps=8, zero=zero, dtype=dtype, env=STOCK_ORDER)
@@ -304,16 +346,23 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"
 
 
 def launched(checkout, two_clusters, launcher, nodes, *arguments):
-    """Start a script with `launcher` on every node of the hostfile, and return the lab's RunResult.
+    """Start a script on some of the emulated nodes, as a given launcher would start it.
 
     Args:
-        nodes: Names of the nodes in the hostfile. All other nodes of the lab run nothing.
+        launcher: A key of LAUNCHED, e.g. "srun".
+        nodes: Names of the nodes on which the script runs. The other nodes run nothing.
+        arguments: The script and its arguments.
+
+    Returns:
+        The RunResult, which has the status and the outputs.
     """
+    # deepspeed.launcher.launch takes its nodes, with their GPUs, as base64 of JSON.
     world = base64.urlsafe_b64encode(json.dumps({node: [0] for node in nodes}).encode()).decode()
     start = LAUNCHED[launcher].format(python=sys.executable, world=world)
-    only = " || ".join(f"[ $HOLMES_LAB_NODE = {node} ]" for node in nodes)
-    unset = " ".join(f"-u {name}" for name in TORCHRUN)
-    command = f"{{ {only}; }} || exit 0; exec env {unset} {start} {' '.join(arguments)}"
+    # A shell command that runs on every emulated node: it ends at once on nodes that are not in `nodes`.
+    is_chosen = " || ".join(f"[ $HOLMES_LAB_NODE = {node} ]" for node in nodes)
+    unset = " ".join(f"-u {name}" for name in TORCHRUN)  # arguments of `env`
+    command = f"{{ {is_chosen}; }} || exit 0; exec env {unset} {start} {' '.join(arguments)}"
     return two_clusters.run("sh", "-c", command, env=checkout.env, cwd=checkout.folder, timeout=300)
 
 
@@ -321,7 +370,7 @@ def launched(checkout, two_clusters, launcher, nodes, *arguments):
 @full
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_started_by_other_launchers(checkout, two_clusters, launcher):
-    """The ranks are renumbered and the losses are stock's, whatever launcher starts the processes."""
+    """Under every launcher, holmes renumbers the ranks by cluster, and the losses equal stock's."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=3)
     result = launched(checkout, two_clusters, launcher, two_clusters.order,
                       *checkout.arguments(3, *PIPELINE, *two_clusters.holmes))
@@ -331,12 +380,16 @@ def test_started_by_other_launchers(checkout, two_clusters, launcher):
 
 
 def refused(checkout, two_clusters, *flags, env=None, **more):
-    """Run a job that holmes must refuse; return its one message, printed with status 2 and no traceback."""
+    """Run a training job that holmes must refuse, and return the message that it prints.
+
+    Asserted are status 2, no traceback, and a single message on all ranks together.
+    """
     command = checkout.arguments(2, *flags, *two_clusters.holmes, **more)
     result = checkout.run(two_clusters, *command, env=env, timeout=240)
     text = "\n".join(result.outputs.values())
     assert result.returncode == 2 and "Traceback" not in text, text[-6000:]
-    # The banner and the partition are printed before the checkpoint is read.
+    # Two other lines of holmes are no refusal: the clusters and the layers of each stage, which are printed
+    # before the checkpoint is read.
     messages = [
         line for line in holmes_lines(result) if " clusters: " not in line and "stages begin" not in line
     ]
@@ -346,13 +399,14 @@ def refused(checkout, two_clusters, *flags, env=None, **more):
 
 @pytest.mark.timeout(600)
 def test_flags_in_its_own_help_and_near_misses(checkout, two_clusters):
-    """--help of pretrain_gpt.py lists the flags of holmes too; a misspelt one is refused with a proposal."""
+    """pretrain_gpt.py --help lists the flags of holmes, and a misspelt flag is refused with the right one."""
     result = checkout.run(two_clusters, *checkout.arguments(2, *PIPELINE, *two_clusters.holmes, "--help"),
                           timeout=240)
     assert result.returncode == 0, result.outputs
     text = result.outputs[0] if "--tensor-model-parallel-size" in result.outputs[0] else "".join(
         result.outputs.values())
-    assert "--holmes-cluster" in text and "holmes:" in text and "Percent of rotary dimension" in text
+    assert "--holmes-cluster" in text and "holmes:" in text
+    assert "Percent of rotary dimension" in text  # the help of a flag of Megatron's
     result = checkout.run(two_clusters,
                           *checkout.arguments(2, *PIPELINE, *two_clusters.holmes, "--holms-plan", "x"),
                           timeout=240)
@@ -363,7 +417,10 @@ def test_flags_in_its_own_help_and_near_misses(checkout, two_clusters):
 
 @pytest.mark.timeout(600)
 def test_a_ds_config_that_contradicts_the_plan(checkout, two_clusters):
-    """A number of stages that differs from the plan's is refused, with the file and its key."""
+    """If the ds_config has another number of stages than the flags, the job is refused.
+
+    The message names the file and its key.
+    """
     config = checkout.config(pipeline={"stages": 4})
     line = refused(checkout, two_clusters, *PIPELINE, config=config)
     assert str(config) in line and "key 'pipeline.stages' is 4, but the plan has 2" in line
@@ -371,12 +428,12 @@ def test_a_ds_config_that_contradicts_the_plan(checkout, two_clusters):
 
 @pytest.mark.timeout(600)
 def test_a_hostfile_that_does_not_match_the_clusters(checkout, two_clusters, tmp_path):
-    """A host that no cluster of cluster.toml lists ends the job, with one line that names the host.
+    """If a host is in no cluster of the cluster.toml, the job ends with one line that names the host.
 
-    The processes are started by deepspeed.launcher.launch, as `deepspeed --hostfile` does on each node.
+    The processes are started as `deepspeed --hostfile` starts them, by deepspeed.launcher.launch.
     """
     file = tmp_path / "c.toml"
-    file.write_text(CLUSTER.read_text().replace("b[0-1]", "b0"))
+    file.write_text(CLUSTER.read_text().replace("b[0-1]", "b0"))  # without host b1, which the job uses
     result = launched(checkout, two_clusters, "deepspeed", two_clusters.order,
                       *checkout.arguments(2, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file)))
     lines = [line for output in result.outputs.values() for line in output.splitlines()]
