@@ -1,8 +1,14 @@
-"""Changes of the batch between steps, with DeepSpeed's real pipeline engine in 4 processes on loopback.
+"""Tests that the batch may change between steps, with DeepSpeed's pipeline engine in 4 processes on loopback.
 
-Megatron-DeepSpeed calls set_train_batch_size before every step, and a batch that grows changes the number of
-micro-batches. Each scene trains twice in the same processes, from the same weights on the same text: first
-stock, and then with the micro-batches in flight that the plan wants. The losses must be equal.
+Megatron-DeepSpeed calls set_train_batch_size before every step. If the batch grows, the number of
+micro-batches changes.
+
+Each scene (a sequence of batches) trains twice, from the same weights on the same text: first without holmes
+("stock"), and then with holmes. holmes replaces the engine's pipeline schedule by a planned one, which keeps
+more micro-batches in flight. For this it must know the shapes of the messages between the stages. When the
+shapes are unknown, holmes lets the engine run its own schedule for a step, and records them.
+
+The losses of the two runs must be equal, and only the expected steps may run the engine's own schedule.
 """
 
 import contextlib
@@ -28,38 +34,38 @@ pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 overlap = pytest.importorskip("integration_tests.deepspeed.test_overlap")
 
+
 class Step(NamedTuple):
-    """Batch of one training step."""
+    """Number of micro-batches and sequence length of one training step."""
 
     micro_batches: int
-    sequence: int  # tokens
+    sequence: int = 16  # tokens
 
 
 class Scene(NamedTuple):
-    """Training with a batch that may change."""
+    """Training steps whose batches may differ, and those of them that run DeepSpeed's own schedule."""
 
     steps: list[Step]
-    #: Numbers of the steps that run the engine's own schedule in place of the plan's: when they begin, the
-    #: receivers do not know the shapes of the messages.
+    #: Numbers (from 0) of the steps in which holmes lets the engine run its own schedule, because the shapes
+    #: of the messages between the stages are not known yet.
     unplanned_steps: list[int]
 
 
 SCENES = {
-    "the same in every step": Scene([Step(3, 16)] * 4, unplanned_steps=[0]),
-    "a batch that grows": Scene(
-        [Step(1, 16), Step(2, 16), Step(4, 16), Step(4, 16)], unplanned_steps=[0]
-    ),
-    "a batch that changes and changes back": Scene(
-        [Step(3, 16), Step(3, 16), Step(2, 16), Step(3, 16)], unplanned_steps=[0]
-    ),
+    "the same in every step": Scene([Step(3)] * 4, unplanned_steps=[0]),
+    "a batch that grows": Scene([Step(1), Step(2), Step(4), Step(4)], unplanned_steps=[0]),
+    "a batch that changes and changes back": Scene([Step(3), Step(3), Step(2), Step(3)], unplanned_steps=[0]),
     "shorter sequences": Scene(
-        [Step(3, 16), Step(3, 16), Step(3, 8), Step(3, 8), Step(3, 16)], unplanned_steps=[0, 2, 4]
+        [Step(3), Step(3), Step(3, sequence=8), Step(3, sequence=8), Step(3)], unplanned_steps=[0, 2, 4]
     ),
 }
 
 
 def batches_of(data_rank, steps):
-    """Yield the micro-batches (random bytes) of one data-parallel rank: inputs, and the bytes that follow."""
+    """Yield the micro-batches of one data-parallel rank as (inputs, labels), which are random bytes.
+
+    The label of each byte is the byte that follows it.
+    """
     generator = seeded(data_rank)
     for step in steps:
         for _ in range(step.micro_batches):
@@ -68,14 +74,18 @@ def batches_of(data_rank, steps):
 
 
 def train(steps):
-    """Return the losses of all steps; the batch size is set before each, as Megatron-DeepSpeed does."""
-    engine = overlap.engine_for({}, {"tied": True})
+    """Train these steps in this rank, and return the losses.
+
+    As in Megatron-DeepSpeed, the batch size of the engine is set before each step.
+    """
+    engine = overlap.engine_for({}, {"tied": True})  # a pipeline of 2 stages with a tied embedding
     data = batches_of(engine.grid.get_data_parallel_rank(), steps)
     losses = []
     sequence_before = steps[0].sequence
     for step in steps:
         engine.set_train_batch_size(step.micro_batches * overlap.MICRO_BATCH * engine.dp_world_size)
         if step.sequence != sequence_before:
+            # DeepSpeed requires this call when the shape of the activations changes.
             engine.reset_activation_shape()
         sequence_before = step.sequence
         losses.append(engine.train_batch(data).item())
@@ -84,10 +94,15 @@ def train(steps):
 
 @contextlib.contextmanager
 def recorded_schedules(is_planned):
-    """Append to the list `is_planned`, for each step, whether the engine ran the plan's schedule.
+    """Record in each training step whether the engine runs holmes's schedule or DeepSpeed's own.
 
-    The patched engine calls Mailbox.begin for the plan's schedule, and Mailbox.listen for its own, whose
-    messages' shapes it records.
+    At the start of a step, the engine patched by holmes calls one of two methods of Mailbox, the class that
+    carries the messages between pipeline stages:
+        - begin, if the step runs the schedule that holmes has planned
+        - listen, if it runs DeepSpeed's own; the shapes of the messages are then recorded
+
+    Args:
+        is_planned: A list, to which True (planned) or False (DeepSpeed's own) is appended for each step.
     """
 
     def recording(method, value):
@@ -98,25 +113,34 @@ def recorded_schedules(is_planned):
         return recorded
 
     listen, begin = Mailbox.listen, Mailbox.begin
-    Mailbox.listen = recording(listen, False)
-    Mailbox.begin = recording(begin, True)
+    Mailbox.listen = recording(listen, value=False)
+    Mailbox.begin = recording(begin, value=True)
     try:
         yield
     finally:
         Mailbox.listen, Mailbox.begin = listen, begin
 
 
-def stock_and_ours(rank, names):
-    """Train the scenes in one rank.
+def train_stock_and_ours(rank, names):
+    """Train each scene twice in this rank: without holmes ("stock"), and with holmes.
 
     Returns:
-        By scene: stock's losses, holmes's losses, and the numbers of the steps in which holmes ran the
-        engine's own schedule.
+        By the name of the scene: the losses without holmes, the losses with holmes, and the numbers of the
+        steps in which holmes let the engine run its own schedule.
     """
-    sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
+    sys.path.insert(0, str(examples() / "deepspeed_pipeline"))  # has the module `model`
     on_cpu.prepare()
-    plan = build_plan(overlap.SITE, Sizes(2))
-    current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), overlap.SITE, plan, rank)
+    plan = build_plan(overlap.SITE, Sizes(pipeline=2))
+    process = Process(
+        rank,
+        world_size=4,
+        local_rank=0,
+        local_world_size=1,
+        master_addr="",
+        master_port=0,
+        launcher="test",
+    )
+    current = session.Session(Options(), process, overlap.SITE, plan, rank)
     results = {}
     for name in names:
         steps = SCENES[name].steps
@@ -125,6 +149,7 @@ def stock_and_ours(rank, names):
             stock = train(steps)
             with recorded_schedules(is_planned):
                 registry = Registry(deepspeed_edges.PATCHES)
+                # The feature with holmes's pipeline schedule; undo() below restores DeepSpeed's code.
                 registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
                 session.set_active(current)
                 ours = train(steps)
@@ -137,14 +162,14 @@ def stock_and_ours(rank, names):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_scenes(stock_and_ours, 4, list(SCENES), timeout_s=240)
+    return run_scenes(train_stock_and_ours, 4, list(SCENES), timeout_s=240)
 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_losses_are_stocks_and_messages_are_learned_only_where_their_shapes_change(results, name):
     scene = SCENES[name]
     for results_of_rank in results:
-        stock, ours, unplanned_steps = results_of_rank[name]
+        stock, ours, unplanned_steps = results_of_rank[name]  # losses without holmes, and with holmes
         assert len(ours) == len(scene.steps)
-        assert ours == stock
+        assert ours == stock  # exactly
         assert unplanned_steps == scene.unplanned_steps

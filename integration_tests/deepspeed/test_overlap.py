@@ -1,9 +1,12 @@
-"""DeepSpeed's real pipeline engine, 4 processes (pipeline 2 x data 2) on loopback: overlapped against stock,
-step for step.
+"""Tests that overlapped reductions leave DeepSpeed's losses and weights as they are.
 
-Each scene trains twice in the same processes, first without and then with the feature "overlap", from the
-same weights on the same text; so the exact undo is tested too. Losses, and for one scene the weights, must
-agree. """
+holmes's feature "overlap" reduces gradients during the last backward pass of a step. DeepSpeed's pipeline
+engine without holmes ("stock") reduces them after it.
+
+Each scene, a configuration of DeepSpeed and of the model, trains twice from the same weights on the same
+text: first without and then with the feature. After each scene the feature is switched off, so that this is tested,
+too. All runs are in the same 4 processes (2 pipeline stages x 2 data-parallel ranks) on loopback.
+"""
 
 import contextlib
 import io
@@ -214,10 +217,10 @@ def compare_scenes(rank, names):
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return the results of each rank, for the scenes of the selected tests and for "fp32".
+    """Train the scenes of the selected tests in 4 processes, and return the results of each rank by scene.
 
-    One launch of the processes trains all of these scenes. "fp32" is always among them, because other tests
-    read its results.
+    A scene is one configuration of DeepSpeed and of the model. The scene "fp32" is always trained, because
+    tests of other scenes compare with it.
     """
     wanted = {"fp32"}
     for item in request.session.items:

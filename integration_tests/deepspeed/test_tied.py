@@ -1,9 +1,14 @@
-"""Gradients of tied layers in two levels, with DeepSpeed's real pipeline engine (pipeline 2 x data 2).
+"""Tests holmes's hierarchical all-reduce of tied weights with DeepSpeed's pipeline engine.
 
-Stock adds a tied weight's gradients over the two stages first, and then averages them over the data-parallel
-ranks. Two levels do it the other way round. So the losses differ from stock's only in rounding, and equal in
-every bit those of an engine that calls stock's collectives in the other order (average_before_adding_stages).
-All of this is trained in the same 4 processes on loopback.
+A tied weight (the embedding) is on both pipeline stages, and each stage has 2 data-parallel ranks. Its four
+gradients are summed in different orders:
+
+    stock    DeepSpeed without holmes: adds over the stages first, then averages over the data-parallel ranks
+    ours     with holmes: averages over the data-parallel ranks first ("two levels")
+
+So the losses differ only by rounding. As a proof, a third engine is trained: DeepSpeed without holmes, whose
+own collectives are called in the order of "ours" (average_before_adding_stages). Its losses equal those of
+"ours" in every bit. All runs are in the same 4 processes on loopback.
 """
 
 import contextlib
@@ -45,8 +50,12 @@ EMBEDDING = 256 * 32 * 4  # bytes
 
 
 def train(config):
-    """Losses, the sum of this stage's weights, and bytes of tied gradients that this rank sent to the other
-    cluster (0 over NCCL)."""
+    """Train in this rank with a tied embedding.
+
+    Returns:
+        The losses, the sum of the weights of this rank's stage, and the bytes of tied gradients that this rank
+        sent to the other cluster (0 over NCCL, or without holmes).
+    """
     engine = overlap.engine_for(config, {"tied": True})
     data = overlap.batches(engine.grid.get_data_parallel_rank(), overlap.STEPS)
     losses = [engine.train_batch(data).item() for _ in range(overlap.STEPS)]
@@ -57,14 +66,15 @@ def train(config):
 
 
 def average_before_adding_stages(engine):
-    """Reduce the gradients of tied weights with stock's collectives, in the order of two levels.
+    """Average the gradients of tied weights over the data-parallel ranks, and then add them over the stages.
 
-    Replaces PipelineEngine._exec_reduce_tied_grads, which only adds them over the stages. The engine averages
-    over the data-parallel ranks later: here that changes nothing, since their gradients are equal already.
+    It replaces PipelineEngine._exec_reduce_tied_grads, which adds over the stages only. The engine averages
+    over the data-parallel ranks afterwards. This second average changes nothing, since the gradients of these
+    ranks are equal by then.
     """
     data_parallel_group = engine.mpu.get_data_parallel_group()
     for weight, stages_group in engine.module.get_tied_weights_and_groups():
-        gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
+        gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad  # _hp_grad: fp32
         gradient.div_(engine.dp_world_size)
         torch.distributed.all_reduce(gradient, group=data_parallel_group)
         torch.distributed.all_reduce(gradient, group=stages_group)
@@ -72,11 +82,15 @@ def average_before_adding_stages(engine):
 
 @contextlib.contextmanager
 def stock_in_the_other_order():
-    """Make stock's engine reduce tied gradients in the order of two levels while the context lasts."""
+    """Change the order in which DeepSpeed sums the gradients of tied weights, while the context lasts.
+
+    The gradients are averaged over the data-parallel ranks before they are added over the pipeline stages.
+    This is the order of holmes's hierarchical all-reduce.
+    """
     from deepspeed.runtime.pipe import schedule
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    instructions = PipelineEngine._INSTRUCTION_MAP
+    instructions = PipelineEngine._INSTRUCTION_MAP  # instruction of a schedule -> method of the engine
     original = instructions[schedule.ReduceTiedGrads]
     instructions[schedule.ReduceTiedGrads] = average_before_adding_stages
     try:
@@ -86,11 +100,27 @@ def stock_in_the_other_order():
 
 
 def train_in_three_ways(rank, names):
-    """Train each scene in one rank: as stock, under holmes, and as stock in the order of two levels."""
-    sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
+    """Train each scene three times in this rank, from the same weights on the same text.
+
+    Returns:
+        By the name of the scene, the results of train() for:
+            1. DeepSpeed without holmes
+            2. DeepSpeed with holmes, which reduces the gradients of tied weights hierarchically
+            3. DeepSpeed without holmes, with the order of additions of the hierarchical all-reduce
+    """
+    sys.path.insert(0, str(examples() / "deepspeed_pipeline"))  # has the module `model`
     on_cpu.prepare()
-    plan = build_plan(SITE, Sizes(2))
-    current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), SITE, plan, rank)
+    plan = build_plan(SITE, Sizes(pipeline=2))
+    process = Process(
+        rank,
+        world_size=4,
+        local_rank=0,
+        local_world_size=1,
+        master_addr="",
+        master_port=0,
+        launcher="test",
+    )
+    current = session.Session(Options(), process, SITE, plan, rank)
     results = {}
     for name in names:
         config, features = SCENES[name]
@@ -99,7 +129,7 @@ def train_in_three_ways(rank, names):
             with stock_in_the_other_order():
                 reordered = train(config)
             registry = Registry((*deepspeed_reduce.PATCHES, *deepspeed_two_level.PATCHES))
-            registry.enable(features, required=True, disabled=frozenset())
+            registry.enable(features, required=True, disabled=frozenset())  # until undo()
             session.set_active(current)
             ours = train(config)
             session.set_active(None)
@@ -130,12 +160,14 @@ def test_losses_are_stocks_and_each_rank_sends_its_share(results, name):
 def test_the_order_of_the_sum_is_the_only_difference_to_stock(results, name):
     _, features = SCENES[name]
     for results_of_rank in results:
+        # Results without holmes, with holmes, and without holmes in holmes's order of additions. The third
+        # value is a number of bytes.
         stock, ours, reordered = results_of_rank[name]
         losses, weights, _ = ours
         stock_losses, stock_weights, _ = stock
         reordered_losses, reordered_weights, _ = reordered
         assert stock_weights != reordered_weights  # otherwise the order would not show in the results
-        if "deepspeed-tied" in features:
+        if "deepspeed-tied" in features:  # holmes's hierarchical all-reduce of tied weights
             assert (losses, weights) == (reordered_losses, reordered_weights)
         else:
             assert (losses, weights) == (stock_losses, stock_weights)
