@@ -4,8 +4,8 @@ holmes's feature "overlap" reduces gradients during the last backward pass of a 
 engine without holmes ("stock") reduces them after it.
 
 Each scene, a configuration of DeepSpeed and of the model, trains twice from the same weights on the same
-text: first without and then with the feature. After each scene the feature is switched off, so that this is tested,
-too. All runs are in the same 4 processes (2 pipeline stages x 2 data-parallel ranks) on loopback.
+text: first without and then with the feature. After each scene the feature is switched off, so that this is
+tested, too. All runs are in the same 4 processes (2 pipeline stages x 2 data-parallel ranks) on loopback.
 """
 
 import contextlib

@@ -53,8 +53,8 @@ def train(config):
     """Train in this rank with a tied embedding.
 
     Returns:
-        The losses, the sum of the weights of this rank's stage, and the bytes of tied gradients that this rank
-        sent to the other cluster (0 over NCCL, or without holmes).
+        The losses, the sum of the weights of this rank's stage, and the bytes of tied gradients that this
+        rank sent to the other cluster (0 over NCCL, or without holmes).
     """
     engine = overlap.engine_for(config, {"tied": True})
     data = overlap.batches(engine.grid.get_data_parallel_rank(), overlap.STEPS)
