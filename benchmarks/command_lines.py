@@ -6,8 +6,9 @@ Read are the scripts that train a GPT, Llama or MoE model. holmes takes the mode
 the command line of each script, and predicts the time of a training step. This program counts:
 
     - the command lines whose model is understood, and the layouts for which a time is predicted
-    - the flags that holmes reads, those that its documentation names as not read, those that change nothing,
-      and those that are unknown. The keys of DeepSpeed's configuration file count as flags
+    - the flags that holmes reads, those of which it reports that it does not read them, those that change
+      neither times nor memory, and those that it does not know. Keys of DeepSpeed's configuration file count
+      as flags
 
 Nothing is trained. Only those shell scripts run that compose a command line (example_scripts.py). Both
 checkouts are needed (tests/checkouts.py says where).
@@ -42,7 +43,7 @@ FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
 
 
 def checkout(scene: str) -> Path:
-    """Return the folder of the Megatron-LM or Megatron-DeepSpeed checkout.
+    """Return the folder of the checkout of Megatron-LM or Megatron-DeepSpeed on this machine.
 
     Args:
         scene: "megatron-lm" or "megatron-deepspeed".

@@ -199,7 +199,7 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
 
 
 def scene(name: str, repetitions: int, steps: int) -> list[Row]:
-    """Measure one training program in three variants, and return the rows of results.
+    """Measure one training program in three variants, and return its rows of the table of results.
 
     The variants are "stock" (without holmes), "holmes", and "all-RDMA" (without holmes on a single InfiniBand
     cluster).
@@ -224,6 +224,7 @@ def scene(name: str, repetitions: int, steps: int) -> list[Row]:
         cluster_file = Path(directory, "cluster.toml")
         cluster_file.write_text(cluster_toml(slower=SLOWER[name]))
         spec = load_spec(cluster_file)
+        # Step times, losses and sent bytes of each variant.
         series = run(variants_of(spec, cluster_file), repetitions=repetitions, steps=steps)
         return rows_of(name, spec, series)
 

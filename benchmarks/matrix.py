@@ -73,9 +73,10 @@ PIP_ENVIRONMENT = {**os.environ, "DS_BUILD_OPS": "0"}
 
 
 def missing(row: Row) -> str:
-    """Return a sentence that names what this machine lacks to run the row, or "" if it lacks nothing.
+    """Return a sentence that names what this machine lacks for a row, or "" if it lacks nothing.
 
-    A row may need another version of Python, or a clone of Megatron-LM or Megatron-DeepSpeed.
+    A row is a combination of versions of Python, torch and frameworks. It may need another version of Python,
+    or a clone of Megatron-LM or Megatron-DeepSpeed.
     """
     if row.python and not shutil.which(f"python{row.python}"):
         return f"there is no python{row.python} on PATH"
@@ -88,17 +89,17 @@ def missing(row: Row) -> str:
 
 
 def environment_folder(row: Row) -> Path:
-    """Return the folder of the Python environment with the row's versions of all packages."""
+    """Return the folder of the Python environment for the row (a combination of package versions)."""
     return ROOT / "build" / "matrix" / re.sub(r"\W+", "-", row.name)
 
 
 def torchtitan_folder(row: Row) -> Path:
-    """Return the folder, inside the row's Python environment, in which torchtitan is installed."""
+    """Return the folder for torchtitan in the Python environment of the row (a combination of versions)."""
     return environment_folder(row) / "torchtitan"
 
 
 def create_environment(row: Row, pip_arguments: list[str], slim: bool) -> Path:
-    """Create the Python environment with the row's versions unless it exists, and return its interpreter.
+    """Create the Python environment of the row, unless it exists, and return its interpreter.
 
     Args:
         row: A combination of versions of Python, torch and frameworks.
@@ -136,7 +137,7 @@ def _create_with_own_torch(row: Row, python: Path, pip_arguments: list[str], sli
     subprocess.run([base_python, "-m", "venv", "--clear", folder], check=True)
     install = [str(python), "-m", "pip", "install", "-q"]
     if slim:
-        matrix_torch.install(python, row.torch, pip_arguments)
+        matrix_torch.install(python, row.torch, pip_arguments)  # stubs replace CUDA's libraries
     else:
         subprocess.run([*install, row.torch, *pip_arguments], check=True)
     # torch is named again, so that no package replaces it by another version.
@@ -150,9 +151,13 @@ def _create_with_own_torch(row: Row, python: Path, pip_arguments: list[str], sli
 
 
 def _create_with_packages_only(row: Row, python: Path) -> None:
-    """Create a Python environment with the row's packages and nothing else.
+    """Create a Python environment in which only the packages of the row are installed.
 
     It imports torch and all other packages from the environment that runs this program.
+
+    Args:
+        row: A combination of versions. This one names no version of torch.
+        python: The interpreter of the new environment.
     """
     folder = environment_folder(row)
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
@@ -164,9 +169,9 @@ def _create_with_packages_only(row: Row, python: Path) -> None:
 
 
 def extend_import_path(row: Row, folder: Path) -> None:
-    """Write a .pth file that extends the import path of the row's Python environment in `folder`.
+    """Write a .pth file that extends the import path of the Python environment in `folder`.
 
-    The file adds:
+    The environment is that of the row, a combination of versions. The file adds:
         - the folder of holmes
         - the source of Megatron-LM, if the row names a version of it (it is extracted into `folder`)
         - integration_tests, if the environment has a torch of its own; torch_on_cpu.py in it, which adds to
@@ -208,7 +213,7 @@ def _extract_megatron_lm(revision: str, folder: Path) -> Path:
 
 
 def run(row: Row, python: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the interpreter of the row's Python environment, and return its status, stdout and stderr.
+    """Run Python in the environment of the row, and return its status, stdout and stderr.
 
     Args:
         row: The combination of versions that is installed in the environment.

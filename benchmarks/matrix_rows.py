@@ -20,7 +20,7 @@ SCENES = ("deepspeed", "megatron-core", "Trainer", "FSDP2", "Megatron-DeepSpeed"
 
 @dataclass(frozen=True)
 class Row:
-    """A combination of package versions, and the tests and measurements that matrix.py runs with it."""
+    """A combination of versions that matrix.py installs, and the tests and measurements that it then runs."""
 
     name: str
     kind: str  # the table that shows the row

@@ -137,9 +137,9 @@ def command_of(
 
 
 def copy_checkout(source: Path, folder: Path) -> Checkout:
-    """Copy the checkout of Megatron-DeepSpeed in `source` into `folder`, so that the copy can train.
+    """Copy the checkout of Megatron-DeepSpeed in `source` into `folder`, and prepare the copy for training.
 
-    The training text is tokenized with one token per byte, and DeepSpeed's fused Adam is compiled.
+    A training text is made, with one token per byte, and DeepSpeed's fused Adam is compiled.
     """
     checkout = Checkout(source, folder, byte_vocabulary(source, folder))
     checkout.compile_adam()
@@ -235,11 +235,16 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
 
 
 def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
-    """Measure a scene of SCENES in all five variants, and return the rows of results.
+    """Train on an emulated site without holmes, with holmes, and in three more variants; return the results.
 
     Args:
+        name: A key of SCENES, e.g. "4+4" for two clusters of 4 nodes.
+        checkout: The copy of Megatron-DeepSpeed that is trained with.
         repetitions: Runs of each variant.
         steps: Training steps of a run.
+
+    Returns:
+        Rows of the table of results: metrics with their values and targets.
     """
     measured = SCENES[name]
     cluster_file = examples() / "clusters" / measured.cluster_file
@@ -264,9 +269,10 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
 
 
 def rows_of(name: str, series: dict[str, Series], measured: Scene) -> list[Row]:
-    """Return the rows of results that compare the measured variants of one scene.
+    """Return rows of the table of results, which compare the measured variants of one scene.
 
     Args:
+        name: The scene, e.g. "4+4".
         series: By the name of the variant, its step times and losses. "stock" ran without holmes, "all-RDMA"
             ran without holmes on a single fast cluster, which bounds the speed of all others.
         measured: The scene, with its targets for the ratios of "holmes".
@@ -302,7 +308,7 @@ def rows_of(name: str, series: dict[str, Series], measured: Scene) -> list[Row]:
 
 
 def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
-    """Measure the scene "tied 4+4", and return the rows of results.
+    """Measure the scene "tied 4+4", and return its rows of the table of results.
 
     The first and the last pipeline stage share GPT-2's embedding (tied weights). Two ways to reduce its
     gradient are compared: "two levels" is holmes's hierarchical all-reduce, and "pairs" is DeepSpeed's
@@ -350,7 +356,7 @@ def predicted_tied_step(spec: SiteSpec, measured: Scene, hierarchical: bool) -> 
         hierarchical: Whether the embedding's gradient is reduced by a hierarchical all-reduce, or else
             between pairs of ranks, as by DeepSpeed without holmes.
     """
-    forward_seconds = forward_s(HIDDEN, SEQUENCE, measured.flops)
+    forward_seconds = forward_s(HIDDEN, SEQUENCE, measured.flops)  # of a transformer layer
     model = Model(
         LAYERS, HIDDEN, HEADS, SEQUENCE, GPT2_TOKENS,
         micro_batches=measured.micro_batches, activation_width=4,  # bytes
@@ -363,7 +369,7 @@ def predicted_tied_step(spec: SiteSpec, measured: Scene, hierarchical: bool) -> 
 
 
 def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
-    """Measure the scene "slow stage link", and return the rows of results.
+    """Measure the scene "slow stage link", and return its rows of the table of results.
 
     Two pipeline stages exchange activations over a slow or a fast Ethernet (the "slow" and the "free" link).
     Two schedules run over each link: "holmes" keeps enough micro-batches in flight to hide the link's time,
@@ -378,7 +384,7 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
         model = load_model(str(model_file))
         for link, rate in LINK_RATES.items():
             cluster_file = Path(directory, f"{link}.toml")
-            cluster_file.write_text(edges.two(rate))
+            cluster_file.write_text(edges.two(rate))  # two clusters of 2 nodes, with Ethernet of this rate
             spec = load_spec(cluster_file)
             for schedule in ("holmes", "engine"):
                 inflight = edges.INFLIGHT[schedule]  # "off" is the engine's schedule
@@ -420,7 +426,8 @@ def main() -> int:
         tell(f"megatron_deepspeed.py: skipped; {why_missing('Megatron-DeepSpeed')}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        rows = kept(args.json, names)  # the file's rows of the scenes that are not measured now
+        # Results in the file of --json, except for the scenes that are measured again now.
+        rows = kept(args.json, names)
         if TIED_SCENE in names:
             rows += tied(source, Path(folder, "tied"), args.repetitions, args.steps)
         byte_scenes = [name for name in names if name != TIED_SCENE]  # their tokens are bytes

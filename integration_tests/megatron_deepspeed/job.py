@@ -83,11 +83,19 @@ class Checkout:
     """
 
     def __init__(self, source: str | Path, folder: Path, vocabulary: tuple[Path, Path] | None = None):
+        """Copy the checkout, make a training text for it, and compile its C++ helpers.
+
+        Args:
+            source: The checkout of Megatron-DeepSpeed, which stays as it is.
+            folder: The copy and all other files are written into it.
+            vocabulary: Files with the tokens and the merges; None for those of GPT-2.
+        """
         self.folder = folder / "checkout"
         shutil.copytree(source, self.folder, ignore=shutil.ignore_patterns(".git", "images", "docs"))
         self.env = {
             # The checkout's Makefile calls python3: the one that runs the tests.
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            # SITE has a sitecustomize.py, with which Megatron-DeepSpeed trains on CPUs.
             "PYTHONPATH": os.pathsep.join(
                 [str(SITE), str(self.folder), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
             "DS_ACCELERATOR": "cpu",  # read by DeepSpeed

@@ -235,10 +235,10 @@ def check_bytes_sent(case: Case, stock_sent: dict, sent: dict) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_checkpoints_pass_between_stock_and_holmes(checkout, two_clusters, tmp_path, zero):
-    """A job resumes from the other's checkpoint with exactly the losses of an uninterrupted run.
+    """A job resumes from a checkpoint with exactly the losses of an uninterrupted run.
 
-    "stock" is the job without holmes. It saves a checkpoint after step 3 from which the job with holmes
-    resumes, and the other way round.
+    The checkpoint is saved after step 3 without holmes ("stock") and resumed with holmes, and the other way
+    round.
     """
 
     def run(*flags):
@@ -321,7 +321,7 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
 @pytest.mark.parametrize("zero, dtype", [(1, "fp32"), pytest.param(0, "fp32", marks=full),
                                          pytest.param(0, "bf16", marks=full)])
 def test_overlapped_reduction_leaves_the_losses(checkout, two_clusters, zero, dtype):
-    """The losses equal stock's (without holmes) exactly if gradients are reduced during backward passes."""
+    """Reducing gradients during backward passes gives exactly the losses of the job without holmes."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=8, zero=zero, dtype=dtype)
     ours, _ = train(checkout, two_clusters, *PIPELINE, *two_clusters.holmes, "--holmes-overlap", "on",
                     steps=8, zero=zero, dtype=dtype, env=STOCK_ORDER)
@@ -370,7 +370,7 @@ def launched(checkout, two_clusters, launcher, nodes, *arguments):
 @full
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_started_by_other_launchers(checkout, two_clusters, launcher):
-    """Under every launcher, holmes renumbers the ranks by cluster, and the losses equal stock's."""
+    """Under each launcher, holmes renumbers the ranks by cluster, and the losses are those without holmes."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=3)
     result = launched(checkout, two_clusters, launcher, two_clusters.order,
                       *checkout.arguments(3, *PIPELINE, *two_clusters.holmes))
@@ -403,6 +403,7 @@ def test_flags_in_its_own_help_and_near_misses(checkout, two_clusters):
     result = checkout.run(two_clusters, *checkout.arguments(2, *PIPELINE, *two_clusters.holmes, "--help"),
                           timeout=240)
     assert result.returncode == 0, result.outputs
+    # Rank 0's output, or that of all ranks if another one has printed the help.
     text = result.outputs[0] if "--tensor-model-parallel-size" in result.outputs[0] else "".join(
         result.outputs.values())
     assert "--holmes-cluster" in text and "holmes:" in text

@@ -31,8 +31,12 @@ def write_sitecustomize(directory) -> str:
 
 
 def install() -> bool:
-    """Apply the shim to torch, once; False where CUDA is available or the shim is in place already."""
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its kernels are compiled for CUDA's fusions
+    """Change torch so that Megatron, which requires CUDA, trains on CPUs.
+
+    Returns:
+        Whether torch was changed: False if CUDA is available, or if torch has been changed before.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch.compile would generate code for CUDA
     import torch
 
     if torch.cuda.is_available() or getattr(torch.cuda, "_on_cpu", False):

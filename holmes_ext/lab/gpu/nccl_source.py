@@ -31,7 +31,7 @@ TRIED = ("2.27.7", "2.28.9", "2.29.7", "2.30.7")
 
 @dataclass(frozen=True)
 class NcclSource:
-    """A checkout of NCCL."""
+    """The source code of NCCL on this machine: its folder, its version and a digest of its files."""
 
     folder: Path  # contains src and makefiles
     version: tuple[int, int, int]
@@ -80,6 +80,14 @@ def find_nccl(option: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSo
 
 
 def _read_version(folder: Path, where: str) -> NcclSource:
+    """Read the version of the NCCL checkout in `folder`, and check that the emulated GPUs support it.
+
+    Args:
+        where: The path that the user has given, for error messages.
+
+    Raises:
+        HolmesError: The folder is no checkout of NCCL, or has another minor version than those in TRIED.
+    """
     makefile = folder / "makefiles" / "version.mk"
     text = makefile.read_text() if makefile.is_file() and (folder / "src/init.cc").is_file() else ""
     numbers = re.findall(r"^NCCL_(?:MAJOR|MINOR|PATCH)\s*:=\s*(\d+)", text, re.MULTILINE)

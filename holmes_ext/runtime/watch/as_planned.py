@@ -26,12 +26,12 @@ from holmes_ext.words import some_of, tell_user
 #: Number of training steps after which the comparison is made. One step is not enough: in the first step,
 #: DeepSpeed's pipeline engine runs its own schedule, since holmes does not know the messages' shapes yet.
 COMPARED_STEP = 2
-_RINGS = {True: "in two levels", False: "in one ring"}
-_TIMES = {True: "under the last backward pass", False: "after the backward pass"}
+_HOW_SUMMED = {True: "in two levels", False: "in one ring"}  # by whether the reduction is hierarchical
+_WHEN_SUMMED = {True: "under the last backward pass", False: "after the backward pass"}  # by overlap
 
 
 class Comparison:
-    """Compares what the job did with what holmes planned for it, once, after its second training step."""
+    """Compares a job with what holmes planned for it, once, after the second training step."""
 
     def __init__(self, current: Session, put: Callable[[dict[str, Any]], None]):
         """Prepare the comparison. Nothing is compared yet.
@@ -45,9 +45,10 @@ class Comparison:
         self.steps = 0
 
     def step_done(self) -> None:
-        """Count a finished training step. After step COMPARED_STEP, compare the job with its plan.
+        """Count a finished training step. After the second one, compare the job with its plan.
 
-        The differences are printed and put into the report.
+        The plan is what holmes decided before the start: networks, reductions, micro-batches in flight. The
+        differences are printed and put into the report.
         """
         self.steps += 1
         if self.steps != COMPARED_STEP:
@@ -130,9 +131,11 @@ def _reduction_difference(reduction: DoneReduction) -> str:
     # Planned in two levels are only reductions of a certain size, which pay for the second level.
     two_levels = bool(planned.clusters) and reduction.bytes >= planned.two_level_from
     if reduction.two_levels != two_levels:
-        return f"{_RINGS[reduction.two_levels]}, planned {_RINGS[two_levels]}"
+        # e.g. "in one ring, planned in two levels"
+        return f"{_HOW_SUMMED[reduction.two_levels]}, planned {_HOW_SUMMED[two_levels]}"
     if planned.overlap and not reduction.overlap:
-        return f"{_TIMES[False]}, planned {_TIMES[True]}"
+        # "after the backward pass, planned under the last backward pass"
+        return f"{_WHEN_SUMMED[False]}, planned {_WHEN_SUMMED[True]}"
     return ""
 
 
@@ -154,11 +157,12 @@ def _missing_reduction(current: Session) -> str:
     if not (overlap or two_levels):
         return ""
     is_recorded = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
+    # The data- and context-parallel ranks, over which this rank's gradients are reduced.
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}
     has_network = current.fabric_of(group, backend) is not None  # a group inside a node has none
     if is_recorded or not has_network:
         return ""
-    how = _RINGS[True] if two_levels else _TIMES[True]
+    how = _HOW_SUMMED[True] if two_levels else _WHEN_SUMMED[True]  # "in two levels", "under the ... pass"
     return f"gradients of stage {stage} are summed by {engine.name} itself, planned {how}"
 
 

@@ -93,18 +93,23 @@ def broken(what: str, error: str) -> str:
     return _bad_input_or(me(current), f"{what} failed{lost}: {_last_line(error)}")
 
 
-def of_nccl() -> str | None:
-    """One line where NCCL has failed in a group of this rank: which members it may have lost. The process
-    ends later, by torch's own watchdog and without a word of Python's."""
-    current, failed = session.active(), sorted(nccl_errors(), key=lambda error: len(error[0]))
+def describe_nccl_failure() -> str | None:
+    """Return a one-line message if NCCL has failed in a process group of this rank, else None.
+
+    The message names the other members of the group, one of which may be lost. After a failure of NCCL,
+    torch's watchdog ends the process without an exception in Python, so this message is the only one.
+    """
+    current = session.active()  # the state of holmes in this process
+    failed = sorted(nccl_errors(), key=lambda failure: len(failure[0]))  # (ranks of a group, error)
     if current is None or not failed:
         return None
-    ranks, error = failed[0]
+    ranks, error = failed[0]  # the smallest group tells most about who is lost
     others = [rank for rank in ranks if rank != current.rank]
     nodes = some_of(list(dict.fromkeys(map(current.plan.node_of, others))))
     lost = f"{'one of ' if len(others) > 1 else ''}node {nodes} (rank {some_of(others)}) is lost"
     cause = lost if error != "TIMEOUT" else "the timeout has passed"
     text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
+    # If another rank has ended before because of bad input, its message is returned instead.
     return _bad_input_or(me(current), text).removeprefix(INPUT)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from holmes_ext.cluster.site import Port
 from holmes_ext.runtime import session
 from holmes_ext.runtime.watch import nics
-from holmes_ext.runtime.watch.failure import me, of_nccl, with_first
+from holmes_ext.runtime.watch.failure import describe_nccl_failure, me, with_first
 
 INTERVAL_S = 1.0
 
@@ -53,7 +53,7 @@ class NicWatch:
         current = session.active()
         if current is None:
             return
-        if not self._told_failure and (failed := of_nccl()):
+        if not self._told_failure and (failed := describe_nccl_failure()):
             self._told_failure = True
             _tell(failed)
         troubled = {port.name: (port, problem) for port in nics.in_use(current)

@@ -123,7 +123,7 @@ def hook_optimizers(recorder: telemetry.Recorder) -> None:
         if open_spans:  # else the hooks were installed during this step
             open_spans.pop().__exit__(None, None, None)
         if counter.ends_step(stepped_optimizer):
-            recorder.step_done("optimizer")
+            recorder.step_done("optimizer")  # "optimizer" is the source of this count
 
     # unhook_optimizers() removes what is in this list.
     _Running.hooks.append(optimizer.register_optimizer_step_pre_hook(before_step))

@@ -216,9 +216,9 @@ def test_a_failure_of_nccl_is_told_once_and_names_who_is_lost(current, monkeypat
     assert line.startswith("holmes: rank 1 on node b1: communication failed; node b0 (rank 0) is lost: "
                            "NCCL's COMM_ERROR in the group of ranks 0, 1"), line
     errors[:] = [([0, 1], "TIMEOUT")]
-    assert "; the timeout has passed: NCCL's TIMEOUT" in failure.of_nccl()
+    assert "; the timeout has passed: NCCL's TIMEOUT" in failure.describe_nccl_failure()
     errors.clear()
-    assert failure.of_nccl() is None
+    assert failure.describe_nccl_failure() is None
 
 
 def test_other_errors_are_left_alone(current):
