@@ -80,7 +80,8 @@ def missing(row: Row) -> str:
     """
     if row.python and not shutil.which(f"python{row.python}"):
         return f"there is no python{row.python} on PATH"
-    if row.source and find_checkout("Megatron-LM") is None:
+    needs_megatron_lm = bool(row.source)  # a version of Megatron-LM that is no package
+    if needs_megatron_lm and find_checkout("Megatron-LM") is None:
         return why_missing("Megatron-LM")
     trains_megatron_deepspeed = row.name.startswith("Megatron-DeepSpeed ")
     if trains_megatron_deepspeed and find_checkout("Megatron-DeepSpeed") is None:

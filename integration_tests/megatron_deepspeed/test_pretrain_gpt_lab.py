@@ -292,7 +292,9 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
 
     # Without holmes, 2 + 2 layers: saved after step 3. A stage's modules are its layers, embedding and so on.
     run("--save", str(stock), "--save-interval", "3", "--exit-interval", "3")
-    line = refused(checkout, two_clusters, *flags, "--holmes-partition", "3,1", "--load", str(stock), zero=1)
+    line = run_refused_job(
+        checkout, two_clusters, *flags, "--holmes-partition", "3,1", "--load", str(stock), zero=1
+    )
     assert "was saved with stages of 4+4 modules, this job has stages of 5+3 modules" in line
     convert_as_advised(line, checkout, stock)
 
@@ -310,7 +312,7 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
     assert losses == {step: loss for step, loss in uninterrupted.items() if 3 < step <= 6}
 
     # Without holmes, 2 + 2 layers again: resumed.
-    line = refused(checkout, two_clusters, *flags, "--load", str(ours), zero=1)
+    line = run_refused_job(checkout, two_clusters, *flags, "--load", str(ours), zero=1)
     assert "was saved with stages of 5+3 modules, this job has stages of 4+4 modules" in line
     convert_as_advised(line, checkout, ours)
     losses = run("--load", str(ours), "--universal-checkpoint")
@@ -332,7 +334,7 @@ def test_overlapped_reduction_leaves_the_losses(checkout, two_clusters, zero, dt
 
 #: Launcher -> the start of its command line on each node, which the script and its arguments follow.
 #: srun and mpirun are emulated by the environment variables that they set.
-LAUNCHED = {
+LAUNCHERS = {
     "deepspeed": "{python} -m deepspeed.launcher.launch --world_info={world} --node_rank=$NODE_RANK"
     " --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT",
     "srun": "env SLURM_STEP_ID=0 SLURM_PROCID=$RANK SLURM_NTASKS=$WORLD_SIZE SLURM_LOCALID=$LOCAL_RANK"
@@ -345,11 +347,11 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"
             "GROUP_WORLD_SIZE")
 
 
-def launched(checkout, two_clusters, launcher, nodes, *arguments):
+def run_with_launcher(checkout, two_clusters, launcher, nodes, *arguments):
     """Start a script on some of the emulated nodes, as a given launcher would start it.
 
     Args:
-        launcher: A key of LAUNCHED, e.g. "srun".
+        launcher: A key of LAUNCHERS, e.g. "srun".
         nodes: Names of the nodes on which the script runs. The other nodes run nothing.
         arguments: The script and its arguments.
 
@@ -358,7 +360,7 @@ def launched(checkout, two_clusters, launcher, nodes, *arguments):
     """
     # deepspeed.launcher.launch takes its nodes, with their GPUs, as base64 of JSON.
     world = base64.urlsafe_b64encode(json.dumps({node: [0] for node in nodes}).encode()).decode()
-    start = LAUNCHED[launcher].format(python=sys.executable, world=world)
+    start = LAUNCHERS[launcher].format(python=sys.executable, world=world)
     # A shell command that runs on every emulated node: it ends at once on nodes that are not in `nodes`.
     is_chosen = " || ".join(f"[ $HOLMES_LAB_NODE = {node} ]" for node in nodes)
     unset = " ".join(f"-u {name}" for name in TORCHRUN)  # arguments of `env`
@@ -368,18 +370,18 @@ def launched(checkout, two_clusters, launcher, nodes, *arguments):
 
 @pytest.mark.timeout(1200)
 @full
-@pytest.mark.parametrize("launcher", LAUNCHED)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_started_by_other_launchers(checkout, two_clusters, launcher):
     """Under each launcher, holmes renumbers the ranks by cluster, and the losses are those without holmes."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=3)
-    result = launched(checkout, two_clusters, launcher, two_clusters.order,
-                      *checkout.arguments(3, *PIPELINE, *two_clusters.holmes))
+    arguments = checkout.arguments(3, *PIPELINE, *two_clusters.holmes)
+    result = run_with_launcher(checkout, two_clusters, launcher, two_clusters.order, *arguments)
     ours = read_log(result)
     assert ours.losses == pytest.approx(stock.losses, abs=OTHER_ORDER)
     assert len(ours.lines) == 1 and "ranks renumbered" in ours.lines[0], ours
 
 
-def refused(checkout, two_clusters, *flags, env=None, **more):
+def run_refused_job(checkout, two_clusters, *flags, env=None, **more):
     """Run a training job that holmes must refuse, and return the message that it prints.
 
     Asserted are status 2, no traceback, and a single message on all ranks together.
@@ -423,7 +425,7 @@ def test_a_ds_config_that_contradicts_the_plan(checkout, two_clusters):
     The message names the file and its key.
     """
     config = checkout.config(pipeline={"stages": 4})
-    line = refused(checkout, two_clusters, *PIPELINE, config=config)
+    line = run_refused_job(checkout, two_clusters, *PIPELINE, config=config)
     assert str(config) in line and "key 'pipeline.stages' is 4, but the plan has 2" in line
 
 
@@ -435,8 +437,8 @@ def test_a_hostfile_that_does_not_match_the_clusters(checkout, two_clusters, tmp
     """
     file = tmp_path / "c.toml"
     file.write_text(CLUSTER.read_text().replace("b[0-1]", "b0"))  # without host b1, which the job uses
-    result = launched(checkout, two_clusters, "deepspeed", two_clusters.order,
-                      *checkout.arguments(2, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file)))
+    arguments = checkout.arguments(2, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file))
+    result = run_with_launcher(checkout, two_clusters, "deepspeed", two_clusters.order, *arguments)
     lines = [line for output in result.outputs.values() for line in output.splitlines()]
     messages = [line for line in lines if line.startswith("holmes:")]
     assert result.returncode != 0 and len(messages) == 1, result.outputs

@@ -64,7 +64,7 @@ def started(lab: Lab, launcher: str, command: Sequence[str], *, order: Sequence[
     daemons = Daemons(lab, NEEDS[launcher], names, count, env, accelerator)
     argv = command_line(launcher, names, count, command, daemons.directory)
     hosts = names if launcher == "torchrun" else [LOGIN]
-    programs = [daemons.program(argv, host) for host in hosts]
+    programs = [daemons.program(argv, host) for host in hosts]  # each runs the launcher on one host
     return lab.start_programs(programs, **options), hosts
 
 
