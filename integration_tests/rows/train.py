@@ -133,7 +133,7 @@ def main() -> nn.Module:
     for step in range(first_step, args.steps + 1):
         batch = batch_of(step, rank, device)
         if reducer:
-            reducer.arm()  # starts to reduce each gradient when the backward pass has computed it
+            reducer.arm()  # from now on, a gradient is sent as soon as it is computed
         loss = (model(batch) - batch.roll(1, dims=1)).square().mean()
         loss.backward()
         if reducer:
