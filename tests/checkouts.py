@@ -41,7 +41,7 @@ def find_checkout(name: str) -> Path | None:
 
 
 def why_missing(name: str) -> str:
-    """Return, in words, that there is no checkout of this repository, and how to get one."""
+    """Return a message: that there is no checkout of this repository, and which command makes one."""
     return f"no checkout of {name} in {checkouts_folder()}: make checkouts"
 
 

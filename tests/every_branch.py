@@ -248,19 +248,23 @@ class IsolatedCopies:
 
         Constants and exception classes are not replaced.
         """
+        cells = function.__closure__ or ()
         isolated = FunctionType(
-            function.__code__,
-            self._isolated_variables(function.__globals__),
-            function.__name__,
-            function.__defaults__,
-            tuple(CellType(self._isolate(cell.cell_contents)) for cell in function.__closure__ or ()),
+            code=function.__code__,
+            globals=self._isolated_variables(function.__globals__),
+            name=function.__name__,
+            argdefs=function.__defaults__,
+            closure=tuple(CellType(self._isolate(cell.cell_contents)) for cell in cells),
         )
         isolated.__kwdefaults__ = function.__kwdefaults__
         isolated.__qualname__ = function.__qualname__
         return isolated
 
     def _isolated_variables(self, module: dict[str, Any]) -> dict[str, Any]:
-        """Return the variables of a module (its __dict__) with mock objects in place of most values."""
+        """Return the variables of a module (its __dict__) with mock objects in place of most values.
+
+        All copies of functions from that module share the returned dict.
+        """
         if id(module) in self._variables_of:
             return self._variables_of[id(module)]
         variables: dict[str, Any] = {"__builtins__": self._builtins()}
@@ -279,9 +283,10 @@ class IsolatedCopies:
         return variables
 
     def _isolated_helper(self, function: FunctionType) -> Callable[..., Any]:
-        """Return a function that isolated code calls in place of a helper function of its module.
+        """Return a function that copied functions call in place of a helper function of their module.
 
-        It runs a copy of the helper if must_run() returns True for an argument. Else it returns a mock.
+        It runs a copy of the helper if must_run() is true for one of the arguments. Otherwise it returns a
+        mock object, and the helper does not run.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:

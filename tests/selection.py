@@ -33,9 +33,9 @@ full = pytest.mark.full
 
 
 def some(cases: Iterable, *chosen) -> list:
-    """Return the cases for pytest.mark.parametrize. Only the cases in `chosen` run in each run of the tests.
+    """Return `cases` for pytest.mark.parametrize, all marked as slow tests except those in `chosen`.
 
-    All others get the mark `full` of slow tests, which most runs leave out.
+    Slow tests (mark `full`) are left out of most runs; the cases in `chosen` always run.
     """
     cases = list(cases)
     assert set(chosen) <= set(cases), set(chosen) - set(cases)
@@ -109,9 +109,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the slow tests that this run leaves out, and prepare properties of the other tests.
+    """Deselect the slow tests that this run leaves out, and record what the other tests are about.
 
-    pytest writes the properties into the JUnit XML: one for each NAME of a test's marks row(NAME).
+    A test that runs a framework has the mark row(NAME) with its name. pytest writes the name into the JUnit
+    XML, as a property of the test.
     """
     left_out = [item for item in items if not runs(item)]
     if left_out:
@@ -121,7 +122,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
     for item in items:
         for mark in item.iter_markers("row"):
-            # Each NAME is a framework or launcher in README's table of supported jobs. summary.py reads it.
             item.user_properties.extend(("row", name) for name in mark.args)
 
 

@@ -107,8 +107,9 @@ def entries_of(mark: str, rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     entries = [entry for row in rows for entry in row]
     if mark in entries:
         return (mark,)
+    without_label = mark.rpartition(": ")[2]  # the cell of a row in README may begin with a label
     for row in rows:
-        if mark.rpartition(": ")[2] == ", ".join(row):
+        if without_label == ", ".join(row):
             return row
     containing = [entry for entry in entries if mark in entry]
     if len(containing) != 1:

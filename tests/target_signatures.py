@@ -62,7 +62,7 @@ def find_definition(patch: Patch) -> ast.FunctionDef | None:
     if source is None:
         return None
     node: Any = _parsed(source)  # the syntax tree of the module
-    for name in patch.qualname.split("."):  # for a method, the class and then the function
+    for name in patch.qualname.split("."):  # of a method such as "Engine.step": the class, then the function
         definitions = []
         for statement in _statements(node.body):  # also those inside `if` and `try`
             if isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name == name:

@@ -61,7 +61,10 @@ PYTEST_OPTIONS = (
 
 
 def test_the_summary_of_a_real_run(tmp_path):
-    """Run pytest on files with passing, skipped and failing tests, and check the summary of the run."""
+    """Run pytest on files with passing, skipped and failing tests, and check the summary of the run.
+
+    The tests have marks row(NAME), which name the launchers and frameworks in ROWS.
+    """
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('not_installed')\n")
     environment = {
@@ -83,7 +86,8 @@ def test_the_summary_of_a_real_run(tmp_path):
         "DDP": ("passed", "1 tests (part)"),
         "torch's pipelining": ("NOT RUN", "no part of this run has a test of it"),
     }
-    text = summary.summary([part, read_part(tmp_path / "missing.xml")], ROWS)
+    part_without_xml = read_part(tmp_path / "missing.xml")
+    text = summary.summary([part, part_without_xml], ROWS)
     assert "\n  3 x no GPU\n" in text
     assert "could not import 'not_installed'" in text
     assert "Left to make nightly: 1 exhaustive tests (HOLMES_TEST_SEED=0)" in text

@@ -80,7 +80,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job that the tests run with and without holmes.
+    """A training job that the tests run twice: with and without holmes, the torch plugin under test.
 
     README lists the frameworks and launchers that holmes supports. Each has at least one such job.
     """
@@ -197,14 +197,15 @@ class StartInLab:
 
 @dataclass
 class Runs:
-    """All launches of one job. Each is a property, which launches the job when it is first read.
+    """All launches of one job, with and without the plugin holmes.
 
-    Properties that train all STEPS steps, and save a checkpoint after step SAVED_STEP:
+    Each launch is a property, which runs the job when it is first read. These properties train all
+    STEPS steps, and save a checkpoint after step SAVED_STEP:
 
         stock                the job without holmes
         holmes               the job under holmes, which also records what `holmes report` prints
 
-    Properties that resume from such a checkpoint, and train the remaining steps:
+    These properties resume from such a checkpoint, and train the remaining steps:
 
         holmes_from_stock    the job under holmes, from the checkpoint of `stock`
         stock_from_holmes    the job without holmes, from the checkpoint of `holmes`
@@ -254,9 +255,9 @@ class Runs:
     def losses_after_saving(self) -> list[float]:
         """Return the losses that a resumed run must have, one for each step after SAVED_STEP.
 
-        In general, these are the last losses of the uninterrupted run without holmes. Some frameworks
-        train on other batches after a resume. The losses of their jobs are read from a run without
-        holmes that resumes from a checkpoint which was saved without holmes, too.
+        They are the losses of an uninterrupted run without the plugin holmes, which must not change
+        losses. Some frameworks train on other batches after a resume. For their jobs, the losses are
+        those of a run without holmes that resumes from its own checkpoint.
         """
         assert self.job.checkpoints is not None
         uninterrupted = self.stock  # reading it runs the job, which saves the checkpoint
@@ -358,10 +359,9 @@ def with_checkpoint_folder(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def patched_features(run: Run) -> set[str]:
-    """Return the names of the features for which holmes has patched torch or a framework.
+    """Return the names of holmes's features that were active in a run.
 
-    They are read from the first line that holmes prints in a run, which contains a list of them, for
-    example "patched: ddp, nics; ...".
+    The first line that holmes prints in a run lists them, for example "patched: ddp, nics; ...".
     """
     banner = next(line for line in run.holmes_lines if "patched: " in line)
     listed = banner.partition("patched: ")[2]

@@ -86,9 +86,9 @@ def script(
     read: Callable[[RunResult, Path], list[float]] = read_log,
     env: Mapping[str, str] = NO_VARIABLES,
 ) -> Callable[[Path], Command]:
-    """Return a function that returns the command of a Python script, given a folder to write to.
+    """Return a function that makes the command of a Python script, for use as `Job.command`.
 
-    `Job.command` is such a function, because the commands of some jobs need files in that folder.
+    The function receives a folder. Commands of other jobs need files, which such a function writes there.
 
     Args:
         path: The script.
@@ -319,10 +319,10 @@ def zero_job(stage: int) -> Job:
             preload=DEEPSPEED_MODULES,
             read=commands._printed,  # the script prints its losses
         ),
-        groups=TWO_LEVELS if has_two_levels else WORLD,  # process groups that the report must list
+        groups=TWO_LEVELS if has_two_levels else WORLD,  # that `holmes report` must list
         checkpoints=SAVE_AFTER,
         reports_reductions=has_two_levels,  # holmes reports only reductions that it makes itself
-        features=frozenset({"two-level", "telemetry-deepspeed"}),  # must be patched
+        features=frozenset({"two-level", "telemetry-deepspeed"}),  # of holmes, which must be active
         packages=("deepspeed",),
     )
 
@@ -414,7 +414,7 @@ def megatron_core_job(program: Path, variant: str, **fields) -> Job:
             preload=PRELOAD_MEGATRON,
             env={"PYTHONPATH": path_of_cpu_stand_ins},
         ),
-        groups=STAGE_A_CLUSTER,  # process groups that the report must list
+        groups=STAGE_A_CLUSTER,  # process groups that `holmes report` must list
         checkpoints=Checkpoints(
             save_arguments=("--save", CHECKPOINT_FOLDER, "--save-every", str(SAVED_STEP)),
             load_arguments=("--load", CHECKPOINT_FOLDER),

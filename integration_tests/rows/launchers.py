@@ -38,6 +38,10 @@ class StartByLauncher:
     def __call__(
         self, job: Job, command: Command, arguments: Sequence[str], env: Mapping[str, str], shell: str
     ) -> RunResult:
+        """Run the script by the launcher that the job names, and return the output of all processes.
+
+        The arguments command, env and shell are not used: they are for starts without a launcher.
+        """
         bench = self.bench  # the two emulated nodes
         bench.script = list(arguments)  # which the command lines of all launchers contain
         if job.launcher == "torchrun":  # its users start it on every node

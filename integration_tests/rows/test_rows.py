@@ -64,7 +64,7 @@ def runs(request, runs_by_job_name, tmp_path_factory):
             return runs_by_job_name[job.name]
         if job.launcher:  # such as srun
             start = request.getfixturevalue("launchers")
-        else:
+        else:  # the lab, which emulates the nodes, starts the processes
             start = StartInLab(request.getfixturevalue("two_clusters"))
         # The script reads torchrun's environment variables, which srun and mpirun do not set. Without
         # holmes, only torchrun can start it: all launchers are compared with that run.
@@ -95,7 +95,7 @@ def assert_close(losses, expected_losses, tolerance):
 
 @for_each(JOBS)
 def test_losses_are_stocks(runs):
-    """Under holmes, a job has the loss of stock (the same job without holmes) in every step."""
+    """Under the plugin holmes, a job has the same loss in every step as without holmes ("stock")."""
     stock_losses = runs.stock.losses
     assert len(stock_losses) == STEPS
     assert stock_losses[-1] < stock_losses[0]  # the model learns
@@ -105,7 +105,7 @@ def test_losses_are_stocks(runs):
 
 @for_each([job for job in JOBS if job.checkpoints])
 def test_checkpoints_pass_between_stock_and_holmes(runs):
-    """A job under holmes resumes from a checkpoint of stock (the job without holmes), and vice versa.
+    """A job under the plugin holmes resumes from a checkpoint that it saved without holmes, and vice versa.
 
     Both resumed runs have the losses of a run that was not interrupted.
     """
@@ -119,7 +119,7 @@ def test_checkpoints_pass_between_stock_and_holmes(runs):
 
 @for_each(JOBS)
 def test_all_is_as_planned_and_no_feature_is_off(runs):
-    """holmes finds both clusters, patches all that the job needs, and prints no warning."""
+    """The plugin holmes finds both clusters, patches all that the job needs, and prints no warning."""
     runs_with_holmes = [runs.holmes]
     if runs.job.checkpoints:
         runs_with_holmes.append(runs.holmes_from_stock)

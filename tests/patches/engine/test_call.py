@@ -55,7 +55,7 @@ def framework():
 
 
 def apply(wrap, qualname, **fields):
-    """Replace the function or method of FRAMEWORK by the wrapper."""
+    """Put the wrapper in place of a function or method of FRAMEWORK, the fake framework of these tests."""
     patch = Patch(
         feature=Feature("f", "torch>=2"),
         target=f"{NAME}:{qualname}",
@@ -63,7 +63,7 @@ def apply(wrap, qualname, **fields):
         wrap=wrap,
         **fields,
     )
-    location = Location(patch)
+    location = Location(patch)  # finds the target
     location.check(patch)  # raises Misfit if the target lacks a parameter that the wrapper reads
     location.add(patch)
 
@@ -75,7 +75,7 @@ def double(call, instance, tensor, group):
 
 
 def function_of(framework, qualname):
-    """Return the function of FRAMEWORK, or the method of a new Engine."""
+    """Return a function of the fake framework by its name, such as "hidden" or "Engine.method"."""
     if not qualname.startswith("Engine."):
         return getattr(framework, qualname)
     engine = framework.Engine(0)

@@ -59,7 +59,7 @@ class Insertion(Enum):
 
 
 class CallStyle(Enum):
-    """Arguments that a call of a function passes, and whether by position or by keyword."""
+    """Which arguments a call passes to a function, and whether by position or by keyword."""
 
     ALL_BY_POSITION = "all arguments, by position where possible"
     ALL_BY_KEYWORD = "all arguments, by keyword where possible"
@@ -67,7 +67,7 @@ class CallStyle(Enum):
 
 
 class Outcome(Enum):
-    """How a call of a patched function ended, which passed an argument for the added parameter."""
+    """How a call of a patched function ended. The call passes an argument for an added parameter."""
 
     DELIVERED = "the added argument reached the target"
     REFUSED = "a HolmesError names the added parameter"
@@ -150,7 +150,8 @@ def arguments_for(signature, style, mock_for):
 def may_call_target(argument):
     """Return whether a function that receives this argument may call the target (the patched function).
 
-    Helper functions of a wrapper for which this is true are run by the test; all others are mock objects.
+    The test runs a helper function of a wrapper if this is true for one of its arguments. Mock objects
+    replace all other functions that a wrapper calls.
     """
     return isinstance(argument, Call) or inspect.isfunction(argument)
 
@@ -234,7 +235,7 @@ class PatchedCall:
         function = inspect.unwrap(wrapper)  # without the decorators by_name and with_session
         is_made_by_inside = function.__globals__ is inside.__globals__
         first_parameter = next(iter(inspect.signature(function).parameters))
-        takes_session = first_parameter == "current"
+        takes_session = first_parameter == "current"  # which the decorator with_session supplies
         if is_made_by_inside or (takes_session and not self.has_session):
             return wrapper  # without a session, with_session only calls the target
 
@@ -271,6 +272,7 @@ class PatchedCall:
         sys.modules[FAKE_MODULE] = module
         is_method = "." in self.patch.qualname
         if is_method:
+            # A class with the fake target as its method. All its other attributes are mock objects.
             module.Holder = type("Holder", (Mock,), {"target": self.fake_target()})
             self.apply_patch(f"{FAKE_MODULE}:Holder.target")
         else:
