@@ -1,13 +1,12 @@
-"""Finds and clones the frameworks whose unmodified scripts the tests and benchmarks run.
+"""Clones the git repositories of Megatron-LM, Megatron-DeepSpeed and NCCL, and finds the clones.
 
-Their checkouts are in the folder $HOLMES_CHECKOUTS, by default ~/.cache/holmes_ext/checkouts:
+The tests and benchmarks run the unmodified training scripts of both Megatrons, and compile NCCL's source.
 
-    Megatron-LM           https://github.com/NVIDIA/Megatron-LM
-    Megatron-DeepSpeed    https://github.com/deepspeedai/Megatron-DeepSpeed
+    python tests/checkouts.py        clone each repository that is missing (`make checkouts`)
 
-`python tests/checkouts.py` (`make checkouts`) clones these, and the source of NCCL, at the commits of PINNED.
-It does not change a checkout that exists. If a clone fails, it prints the folder in which to put a checkout,
-and exits with status 1.
+PINNED lists the repositories and the commits at which they are checked out. The folder of the Megatrons is
+$HOLMES_CHECKOUTS, by default ~/.cache/holmes_ext/checkouts. An existing checkout is never changed. If a clone
+fails, the program prints where to put a checkout instead, and exits with status 1.
 """
 
 from __future__ import annotations
@@ -26,24 +25,31 @@ CLONE_S = 900  # seconds after which a clone is given up
 
 
 def checkouts_folder() -> Path:
-    """Return the folder that contains the checkouts. It need not exist."""
+    """Return the folder for the checkouts of Megatron-LM and Megatron-DeepSpeed. It need not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get(VARIABLE) or cache / "holmes_ext" / "checkouts").absolute()
 
 
 def find_checkout(name: str) -> Path | None:
-    """Return the folder of the checkout `name`, or None if it contains no pretrain_gpt.py."""
+    """Return the folder of the checkout "Megatron-LM" or "Megatron-DeepSpeed".
+
+    Returns:
+        None if the checkout does not exist, or does not contain the script pretrain_gpt.py.
+    """
     folder = checkouts_folder() / name
     return folder if (folder / "pretrain_gpt.py").is_file() else None
 
 
 def why_missing(name: str) -> str:
-    """Return the reason for skipping what needs the checkout `name`."""
+    """Return a message: that there is no checkout of this repository, and which command makes one."""
     return f"no checkout of {name} in {checkouts_folder()}: make checkouts"
 
 
 def checkout_or_skip(name: str) -> Path:
-    """Return the folder of the checkout `name`; skip the running test if there is none."""
+    """Return the folder of the checkout "Megatron-LM" or "Megatron-DeepSpeed".
+
+    If the checkout does not exist, skip the test that is running.
+    """
     import pytest  # the benchmarks use this module without pytest
 
     folder = find_checkout(name)
@@ -54,16 +60,16 @@ def checkout_or_skip(name: str) -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """A repository that `make checkouts` clones at one commit."""
+    """Git repository that the tests need, and the commit at which they need it."""
 
     name: str
     url: str
     commit: str  # the full hash: a tag can be moved
-    known_as: str  # the commit in words
+    known_as: str  # the commit in words, such as a tag or a date
     expected_file: str  # relative path of a file that every checkout contains
 
     def folder(self) -> Path:
-        """Return the folder in which the tests look for the checkout."""
+        """Return the folder in which the tests look for a checkout of this repository."""
         if self.name == "NCCL":
             return _nccl_folder()
         return checkouts_folder() / self.name
@@ -96,7 +102,11 @@ PINNED = (
 
 
 def main() -> int:
-    """Clone what is missing. Return 1 if something is still missing at the end, else 0."""
+    """Clone the repositories that are missing, and print one line for each repository.
+
+    Returns:
+        Exit status of the program: 0, or 1 if a repository could not be cloned.
+    """
     status = 0
     for source in PINNED:
         folder = source.folder()
@@ -116,26 +126,27 @@ def main() -> int:
 
 
 def _describe_existing(source: Source, folder: Path) -> str:
-    """Return where the checkout is, and its commit if that is not the pinned one."""
+    """Return a sentence on an existing checkout: its folder, and its commit unless that is the pinned one."""
     command = ["git", "-c", "safe.directory=*", "-C", str(folder), "rev-parse", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    commit = found.stdout.strip()
-    if found.returncode != 0 or not (folder / ".git").exists() or commit == source.commit:
+    result = subprocess.run(command, capture_output=True, text=True)
+    commit = result.stdout.strip()
+    if result.returncode != 0 or not (folder / ".git").exists() or commit == source.commit:
         return f"found in {folder}"
     return f"found in {folder}, at commit {commit[:10]} (the tests were last run with {source.commit[:10]})"
 
 
 def _clone(source: Source, folder: Path) -> str:
-    """Clone a repository into `folder`, which appears only when the clone is complete.
+    """Clone a git repository into a new folder, and check out its pinned commit.
 
-    The clone has all commits and tags, because benchmarks/matrix.py takes old versions from it, but
-    only the files of the pinned commit: git fetches others when they are needed.
+    The clone has all commits, because benchmarks need old versions, too. Of the files, it has only those of
+    the pinned commit; git fetches others when they are needed. If an error occurs, no folder is created.
 
     Returns:
         The error in words, or "" for success.
     """
     if folder.exists():
         return f"{folder} exists, but contains no {source.expected_file}"
+    # A clone may take minutes. This short request finds out sooner whether the server can be reached.
     error = _git("ls-remote", "--quiet", source.url, "HEAD", timeout_s=REACHABLE_S)
     if error:
         return error
@@ -144,18 +155,22 @@ def _clone(source: Source, folder: Path) -> str:
         copy = Path(draft) / folder.name
         clone = ("clone", "--quiet", "--no-checkout", "--filter=blob:none", source.url, str(copy))
         check_out = ("-C", str(copy), "checkout", "--quiet", "--detach", source.commit)
-        error = _git(*clone, timeout_s=CLONE_S) or _git(*check_out, timeout_s=CLONE_S)
-        if error:
-            return error
-        shutil.move(copy, folder)
+        for command in (clone, check_out):
+            error = _git(*command, timeout_s=CLONE_S)
+            if error:
+                return error
+        shutil.move(copy, folder)  # the folder appears only when the clone is complete
     return ""
 
 
 def _git(*arguments: str, timeout_s: float) -> str:
-    """Run git without questions to the terminal. Return the last line of its error, or "" for success."""
+    """Run a git command, and return its error in words, or "" for success.
+
+    git does not ask for passwords. After `timeout_s` seconds it is killed, which counts as an error.
+    """
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -167,14 +182,14 @@ def _git(*arguments: str, timeout_s: float) -> str:
         return f"no answer within {timeout_s:g} s"
     except FileNotFoundError:
         return "there is no git: apt-get install git"
-    if done.returncode == 0:
+    if result.returncode == 0:
         return ""
-    lines = done.stderr.strip().splitlines() or [f"git ended with status {done.returncode}"]
+    lines = result.stderr.strip().splitlines() or [f"git ended with status {result.returncode}"]
     return lines[-1].rpartition("': ")[2]  # without "fatal: unable to access 'URL': "
 
 
 def _nccl_folder() -> Path:
-    """Return where emulated GPUs look for NCCL's source."""
+    """Return the folder of NCCL's source. holmes_ext compiles it to run NCCL on emulated GPUs."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from holmes_ext.lab.gpu import nccl_source
 

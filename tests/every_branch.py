@@ -1,14 +1,16 @@
-"""Runs a function along every path through its code, without the objects and processes that it needs.
+"""Runs a function along every path through its code, with mock objects in place of all that it uses.
 
-1. `IsolatedCopies.copy` copies the function. In the copy, every module, class and function that the original
-   uses is a mock object (`Mock`): its attributes, its items and the results of its calls are mocks as well.
-2. Where the copy tests a mock (`if mock`, `mock == 3`, `isinstance(mock, ...)`), the `ExecutionPath` decides
-   whether the test is true. Tests of other values have their real results.
-3. `run_every_path` runs the copy once for each sequence of such decisions: first with every decision true,
-   then with one decision of an earlier run inverted, until no sequence is left.
+    Mock              object with every attribute, which can be called, compared and iterated; the results
+                      are mocks as well
+    IsolatedCopies    copies functions; the modules, classes and functions that a copy uses are mocks
+    ExecutionPath     decides, in one run of a copy, whether each test of a mock (`if mock`) is true
+    run_every_path    runs a copy once for each possible sequence of such decisions
 
-A helper function of the same module is copied and run, too, if it receives an argument that matters to the
-test (`must_run`). A call of any other helper returns a mock.
+In the first run, all tests of mocks are true. Each further run inverts one decision of an earlier run. Tests
+of other values than mocks have their real results.
+
+A copy calls mocks instead of other functions, with one exception: the caller of this module can choose which
+helper functions of the same module run, too (`must_run`).
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
-MAX_PATHS = 2000  # of one function; more of them would take too long
-MAX_REPEATS = 20  # times that one test in a loop has the same result; then it is inverted to end the loop
+MAX_PATHS = 2000  # of one function; more paths would take too long
+MAX_REPEATS = 20  # times that a test in a loop has the same result; then it is inverted, to end the loop
 
 
 class CodeLocation(NamedTuple):
-    """An instruction of a function."""
+    """Position of an instruction in the bytecode of a function."""
 
     code: CodeType
-    instruction: int
+    instruction: int  # offset in bytes
 
 
 class ExecutionPath:
-    """Decisions of one run: the results of all tests of mocks.
+    """Decides the results of all tests of mock objects, such as `if mock`, in one run of a function.
 
-    A test at one location in the code has the same result for the whole run, so that code which tests
-    a condition twice sees no contradiction.
+    A test that is executed several times, for example in a loop, has the same result each time. After
+    MAX_REPEATS executions its result is inverted, so that the loop ends.
     """
 
     def __init__(self, prescribed: tuple[bool, ...] = ()):
@@ -47,15 +49,19 @@ class ExecutionPath:
         self._repeats_at: Counter[CodeLocation] = Counter()
 
     def decide(self) -> bool:
-        """Return the result of a test. To be called from the method or function that the test invokes."""
-        frame = sys._getframe(2)  # 0 is decide(), 1 the method that the test invokes, 2 the tested code
+        """Return the result of the test of a mock object that is being executed.
+
+        To be called from the method that Python calls for the test, such as Mock.__bool__. The code that
+        contains the test is identified by the call stack: it is the caller of that method.
+        """
+        frame = sys._getframe(2)  # 0 is decide(), 1 a method such as __bool__, 2 the code with the test
         location = CodeLocation(frame.f_code, frame.f_lasti)
         if location not in self._decision_at:
             self._decision_at[location] = self._next_decision()
         decision = self._decision_at[location]
         self._repeats_at[location] += 1
         if self._repeats_at[location] > MAX_REPEATS:
-            return not decision
+            return not decision  # ends a loop that would run forever
         return decision
 
     def _next_decision(self) -> bool:
@@ -66,18 +72,23 @@ class ExecutionPath:
 
 
 def run_every_path(run: Callable[[ExecutionPath], None]) -> int:
-    """Call `run` once for every sequence of decisions, and return the number of calls.
+    """Call `run` once for every path through the function that it runs, and return the number of calls.
 
-    Each run makes decisions beyond those that were prescribed for it. For each of these, one more run is
-    needed: with the same decisions before it, and this one inverted.
+    A path is a sequence of decisions: whether the first test of a mock object is true, whether the second is,
+    and so on.
+
+    Args:
+        run: Runs the function along one path. The ExecutionPath decides the tests.
     """
     count = 0
-    pending: list[tuple[bool, ...]] = [()]
+    pending: list[tuple[bool, ...]] = [()]  # beginnings of paths that have not been run
     while pending:
-        path = ExecutionPath(pending.pop())
+        path = ExecutionPath(prescribed=pending.pop())
         run(path)
         count += 1
         assert count < MAX_PATHS, "too many branches: split the function"
+        # The run made further decisions, which were not prescribed. Each of them begins another path: the
+        # decisions before it stay, and it is inverted.
         for number in range(len(path.prescribed), len(path.decisions)):
             inverted = not path.decisions[number]
             pending.append((*path.decisions[:number], inverted))
@@ -85,10 +96,11 @@ def run_every_path(run: Callable[[ExecutionPath], None]) -> int:
 
 
 class Mock(Exception):
-    """Object that stands for any other one: it has every attribute, can be called, compared and iterated.
+    """Object that stands for any other object: it has every attribute, can be called, compared and iterated.
 
-    It is an exception, so that code can raise it, too. What is derived from a mock (attributes, items,
-    results) is one and the same mock without a label.
+    Its attributes, its items and the results of its calls are mocks as well. Whether a test of the mock, such
+    as `if mock`, is true depends on the ExecutionPath. The mock is an exception because the tested code may
+    raise it.
     """
 
     def __init__(
@@ -100,9 +112,10 @@ class Mock(Exception):
         """Create a mock.
 
         Args:
-            path: Decides the tests of this mock.
-            label: The name of the parameter whose argument this mock is; "" for all other mocks.
-            on_receive: Called with every value that is passed to the mock: as an argument, or as an item.
+            path: Decides whether a test of this mock, such as `if mock`, is true.
+            label: If the mock is the argument of a function: the name of the parameter. Else "".
+            on_receive: Is called with every value that code passes to the mock: as an argument of a call, or
+                by `mock[key] = value`.
         """
         super().__init__()
         # Not by assignment: a subclass may define __setattr__.
@@ -114,7 +127,10 @@ class Mock(Exception):
         return self._derive()
 
     def _derive(self, *_: Any, **__: Any) -> Mock:
-        """Return the mock for attributes, items and results of this one."""
+        """Return the mock that is used for all attributes, items and results of this mock.
+
+        It has no label. A mock without a label returns itself.
+        """
         if not self.label:
             return self
         if self.derived is None:
@@ -179,7 +195,10 @@ class Mock(Exception):
 
 
 class _PatternOfMocks:
-    """Regular expression that accepts mocks: a mock matches, and the path decides tests of the match."""
+    """Regular expression that also accepts mock objects instead of strings.
+
+    The result for a mock object is a mock object. Strings are matched as usual.
+    """
 
     def __init__(self, pattern: re.Pattern[str], mock: Mock):
         self._pattern = pattern
@@ -197,7 +216,10 @@ class _PatternOfMocks:
 
 
 class IsolatedCopies:
-    """Copies of functions for one execution path. Copies of functions of one module share their variables."""
+    """Makes copies of functions which use mock objects in place of modules, classes and other functions.
+
+    Copies of functions from one module share their module variables.
+    """
 
     def __init__(
         self,
@@ -209,10 +231,11 @@ class IsolatedCopies:
         """Prepare for copying functions.
 
         Args:
-            mock: Replaces modules, classes and objects.
-            replacements: Values of module variables, by name, that are used instead of mocks.
-            keep_none: Whether module variables that are None stay None; else they become mocks.
-            must_run: Returns whether a helper function runs because it receives this argument.
+            mock: Replaces the modules, classes and objects that a copy uses.
+            replacements: Module variables that are replaced by other values than `mock`: name -> value.
+            keep_none: Whether variables that are None stay None; else they are replaced by `mock`.
+            must_run: Is called with each argument that a copy passes to a helper function of the same
+                module. If it returns True, a copy of the helper runs; else the helper returns `mock`.
         """
         self.mock = mock
         self.must_run = must_run
@@ -221,19 +244,27 @@ class IsolatedCopies:
         self._variables_of: dict[int, dict[str, Any]] = {}  # id of a module's dict -> its isolated copy
 
     def copy(self, function: FunctionType) -> FunctionType:
-        """Return a copy of the function whose module variables and closure contain mocks."""
+        """Return a copy of the function in which module and closure variables are replaced by mock objects.
+
+        Constants and exception classes are not replaced.
+        """
+        cells = function.__closure__ or ()
         isolated = FunctionType(
-            function.__code__,
-            self._isolated_variables(function.__globals__),
-            function.__name__,
-            function.__defaults__,
-            tuple(CellType(self._isolate(cell.cell_contents)) for cell in function.__closure__ or ()),
+            code=function.__code__,
+            globals=self._isolated_variables(function.__globals__),
+            name=function.__name__,
+            argdefs=function.__defaults__,
+            closure=tuple(CellType(self._isolate(cell.cell_contents)) for cell in cells),
         )
         isolated.__kwdefaults__ = function.__kwdefaults__
         isolated.__qualname__ = function.__qualname__
         return isolated
 
     def _isolated_variables(self, module: dict[str, Any]) -> dict[str, Any]:
+        """Return the variables of a module (its __dict__) with mock objects in place of most values.
+
+        All copies of functions from that module share the returned dict.
+        """
         if id(module) in self._variables_of:
             return self._variables_of[id(module)]
         variables: dict[str, Any] = {"__builtins__": self._builtins()}
@@ -252,7 +283,11 @@ class IsolatedCopies:
         return variables
 
     def _isolated_helper(self, function: FunctionType) -> Callable[..., Any]:
-        """Return a function that runs a copy of the helper if an argument demands it, else returns a mock."""
+        """Return a function that copied functions call in place of a helper function of their module.
+
+        It runs a copy of the helper if must_run() is true for one of the arguments. Otherwise it returns a
+        mock object, and the helper does not run.
+        """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if any(self.must_run(argument) for argument in (*args, *kwargs.values())):
@@ -262,7 +297,11 @@ class IsolatedCopies:
         return call
 
     def _isolate(self, value: Any) -> Any:
-        """Return the value itself if it is a constant or an exception class, else what replaces it."""
+        """Return what a copied function sees in place of this value of a module or closure variable.
+
+        Constants and exception classes stay. Functions and regular expressions are replaced by stand-ins that
+        handle mock objects, and everything else by a mock object.
+        """
         if value is None:
             return None if self.keep_none else self.mock
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -276,7 +315,10 @@ class IsolatedCopies:
         return self.mock
 
     def _builtins(self) -> dict[str, Any]:
-        """Return Python's built-in functions, of which `import`, type() and isinstance() handle mocks."""
+        """Return Python's built-in functions, of which three handle mock objects.
+
+        `import` and type() return a mock. For isinstance(mock, ...), the ExecutionPath decides the result.
+        """
 
         def type_of(value: Any, *arguments: Any) -> Any:
             if isinstance(value, Mock) and not arguments:

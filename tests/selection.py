@@ -1,16 +1,17 @@
-"""pytest plugin that selects the exhaustive tests of a run, and writes the selection into the JUnit XML.
+"""pytest plugin that decides how many of the slow tests run: all, none, or a tenth.
 
-Exhaustive tests have the mark `full`. They take too long to run all of them before each merge. The variable
-HOLMES_TEST_FULL selects:
+Slow tests have the mark `full`, and are called exhaustive. The environment variable HOLMES_TEST_FULL selects
+how many of them run:
 
-    1          all exhaustive tests (make nightly)
-    0          no exhaustive tests
-    not set    a tenth of them, so that each of them runs every few merges
+    1          all (make nightly)
+    0          none
+    not set    a tenth
 
-HOLMES_TEST_SEED determines the tenth. Its default is the commit: each commit runs another tenth, and always
-the same one. A test that the command line names by its node id (FILE::TEST) always runs.
+HOLMES_TEST_SEED determines which tenth. Its default is the hash of the commit: each commit runs another
+tenth, and repeated runs of one commit run the same tenth. A test that the command line names by its node id
+(FILE::TEST) always runs.
 
-The conftest.py of the repository's root loads this plugin. summary.py reads the XML.
+The plugin also writes the number of deselected tests into the run's JUnit XML, where summary.py reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ full = pytest.mark.full
 
 
 def some(cases: Iterable, *chosen) -> list:
-    """Return all cases for pytest.mark.parametrize, all except `chosen` with the mark of exhaustive tests."""
+    """Return `cases` for pytest.mark.parametrize, all marked as slow tests except those in `chosen`.
+
+    Slow tests (mark `full`) are left out of most runs; the cases in `chosen` always run.
+    """
     cases = list(cases)
     assert set(chosen) <= set(cases), set(chosen) - set(cases)
     return [case if case in chosen else pytest.param(case, marks=full) for case in cases]
@@ -40,46 +44,52 @@ def some(cases: Iterable, *chosen) -> list:
 
 @functools.cache
 def seed() -> str:
-    """Return HOLMES_TEST_SEED; if it is not set, the abbreviated commit, or "0" outside a git repository."""
-    given = os.environ.get("HOLMES_TEST_SEED")
-    if given:
-        return given
+    """Return the seed that determines which tenth of the slow tests runs.
+
+    It is the variable HOLMES_TEST_SEED. By default, it is the abbreviated hash of the commit, or "0" outside
+    a git repository.
+    """
+    from_environment = os.environ.get("HOLMES_TEST_SEED")
+    if from_environment:
+        return from_environment
     command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:  # git is not installed
         return "0"
-    return done.stdout.strip() or "0"
+    return result.stdout.strip() or "0"
 
 
-def in_the_tenth(name: str, seed_text: str) -> bool:
-    """Return whether the exhaustive tests of this name belong to the tenth that this seed determines.
+def is_in_selected_tenth(name: str, seed_text: str) -> bool:
+    """Return whether the slow test of this name is in the tenth of slow tests that this seed selects.
 
-    A hash spreads the names evenly over the tenths.
+    A hash of seed and name decides. Each name is selected by about one of ten seeds.
     """
     digest = hashlib.sha256(f"{seed_text} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % SHARE == 0
 
 
 def runs(item: pytest.Item) -> bool:
-    """Return whether a test runs: it is not exhaustive, or selected, or named by the command line.
+    """Return whether a test runs, or is deselected.
 
-    Tests with the mark full(together=NAME) are selected together, because they share an expensive fixture.
+    A test without the mark `full` of slow tests runs, and so does one that the command line names. Of the
+    other slow tests, HOLMES_TEST_FULL selects all ("1"), none ("0"), or a tenth (not set).
     """
-    marks = list(item.iter_markers("full"))
-    if not marks or is_named(item):
+    slow_marks = list(item.iter_markers("full"))
+    if not slow_marks or is_named(item):
         return True
     wanted = os.environ.get("HOLMES_TEST_FULL", "")
     if wanted in ("0", "1"):
         return wanted == "1"
-    for mark in marks:
+    for mark in slow_marks:
         if "together" in mark.kwargs:
-            return in_the_tenth(mark.kwargs["together"], seed())
-    return in_the_tenth(item.nodeid, seed())
+            # Tests with the mark full(together=NAME) share an expensive fixture: all of them run, or none.
+            return is_in_selected_tenth(mark.kwargs["together"], seed())
+    return is_in_selected_tenth(item.nodeid, seed())
 
 
 def is_named(item: pytest.Item) -> bool:
-    """Return whether the command line names this test by its node id."""
+    """Return whether an argument of pytest's command line names this test by its node id, FILE::TEST."""
     path, _, test = item.nodeid.partition("::")
     for argument in item.config.args:
         if "::" not in argument:
@@ -87,6 +97,7 @@ def is_named(item: pytest.Item) -> bool:
         named_path, _, named_test = argument.partition("::")
         if Path(named_path).resolve() != Path(item.config.rootpath, path):
             continue
+        # The argument may name a parametrized test, of which this is a case, or the class of this test.
         is_case_or_method = test.startswith((f"{named_test}[", f"{named_test}::"))
         if test == named_test or is_case_or_method:
             return True
@@ -98,7 +109,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the exhaustive tests that do not run, and give the others the properties that the XML has."""
+    """Deselect the slow tests that this run leaves out, and record what the other tests are about.
+
+    A test that runs a framework has the mark row(NAME) with its name. pytest writes the name into the JUnit
+    XML, as a property of the test.
+    """
     left_out = [item for item in items if not runs(item)]
     if left_out:
         config.stash[LEFT_OUT] = len(left_out)
@@ -107,7 +122,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
     for item in items:
         for mark in item.iter_markers("row"):
-            # The names of README's table rows; summary.py reads them.
             item.user_properties.extend(("row", name) for name in mark.args)
 
 
@@ -121,9 +135,10 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
-    """Take the number of deselected tests from a worker of pytest-xdist.
+    """Read the number of deselected tests from a worker process of pytest-xdist that has ended.
 
-    The main process collects no tests. Each worker collects all of them, so their numbers are equal.
+    With pytest-xdist, only the workers collect tests. Each worker collects all tests, and reports the same
+    number.
     """
     left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
     node.config.stash[LEFT_OUT] = max(node.config.stash[LEFT_OUT], left_out)
@@ -131,7 +146,10 @@ def pytest_testnodedown(node, error) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the number of deselected tests and the seed into the XML; from a worker, into its output."""
+    """Write the number of deselected tests, and the seed that determined them, into the JUnit XML.
+
+    A worker process of pytest-xdist writes no XML. It passes the number to the main process.
+    """
     left_out = session.config.stash[LEFT_OUT]
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = left_out
@@ -144,8 +162,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(params=[False, pytest.param(True, marks=full)], ids=["sample", "exhaustive"])
 def exhaustive(request: pytest.FixtureRequest) -> bool:
-    """Parameter of tests with many inputs: False for a sample of the inputs, True for all of them.
+    """Return False in one case of the test, and True in another one, which is slow.
 
-    The case with all inputs is an exhaustive test.
+    A test with many inputs checks a sample of them if this is False, and all of them if it is True. The slow
+    case has the mark `full`, so that only some runs of the tests execute it.
     """
     return request.param

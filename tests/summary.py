@@ -1,16 +1,18 @@
-"""Prints a summary of several runs of pytest: tested entries of README's table, skips and slowest tests.
+"""Prints which of the supported frameworks several pytest runs have tested, and the slowest tests.
 
     python tests/summary.py build/results/integration.xml ...
 
-Each file is the JUnit XML of one run of pytest, here called a part, whose name is that of the file. README's
-table "your job" lists launchers and frameworks, its entries. A test with the mark row(NAME) tests the entry
-NAME. The summary prints one of these states for each entry:
+    part     one run of pytest; its results are in one JUnit XML file on the command line
+    entry    a framework or launcher that README's table "your job" lists; a test with the mark row(NAME)
+             tests the entry NAME
 
-    passed            in at least one part, all its tests ran and passed
-    PARTLY SKIPPED    some of its tests were skipped in every part that ran any
-    SKIPPED           all of them were skipped
-    NOT RUN           no part has a test of it
-    FAILED            a test of it failed
+The summary prints a state for each entry:
+
+    passed            in at least one part, all tests of the entry ran and passed
+    PARTLY SKIPPED    each part that ran tests of the entry skipped others of them
+    SKIPPED           all tests of the entry were skipped
+    NOT RUN           no part has a test of the entry
+    FAILED            at least one test of the entry failed
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADING = "| your job | add |\n"  # of README's table
-LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of Markdown: [text](address)
 SLOWEST = 30  # tests that the summary lists
 WIDTH = 120  # columns
 
@@ -41,9 +43,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one test in one part."""
+    """Result of one test in one run of pytest."""
 
-    part: str
+    part: str  # the run of pytest
     name: str  # the test's node id
     outcome: Outcome
     seconds: float
@@ -53,9 +55,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Part:
-    """One run of pytest."""
+    """Results of one run of pytest, read from its JUnit XML file."""
 
-    name: str
+    name: str  # of the file
     tests: tuple[Result, ...]
     left_out: int = 0  # exhaustive tests that make nightly runs
     seed: str = ""  # which tenth of the exhaustive tests ran, or the value of HOLMES_TEST_FULL
@@ -64,45 +66,50 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the table that the summary prints."""
+    """Test state of one framework or launcher of README's table, as the summary prints it in one line."""
 
     name: str
-    state: str
-    detail: str
+    state: str  # such as "passed" or "PARTLY SKIPPED"
+    detail: str  # the failed tests, the reasons for skips, or the number of passed tests
 
 
 def readme_rows(readme: str) -> list[tuple[str, ...]]:
-    """Return the entries of each row of README's table "your job".
+    """Return the frameworks and launchers that README's table "your job" lists, one tuple for each row.
 
-    A row can have several: "any script: torchrun, srun" has torchrun and srun.
+    The first cell of a row contains one or more names, sometimes after a label. For example, the cell
+    "any script: torchrun, srun" becomes ("torchrun", "srun").
     """
-    _, found, table = readme.partition(HEADING)
-    if not found:
+    _, heading, text_after_heading = readme.partition(HEADING)
+    if not heading:
         raise ValueError(f"README has no table with the heading {HEADING.strip()!r}")
-    _, *lines = table.split("\n\n", maxsplit=1)[0].splitlines()  # the first line separates the heading
+    table = text_after_heading.split("\n\n", maxsplit=1)[0]
+    _, *lines = table.splitlines()  # the first line is the rule below the heading: | --- | --- |
     rows = []
     for line in lines:
         first_cell = line.split("|")[1]
-        text = LINK.sub(r"\1", first_cell).replace("`", "").strip()
-        entries = text.rpartition(": ")[2]
-        rows.append(tuple(entries.split(", ")))
+        text = LINK.sub(r"\1", first_cell).replace("`", "").strip()  # without Markdown's markup
+        names = text.rpartition(": ")[2]  # without a label
+        rows.append(tuple(names.split(", ")))
     return rows
 
 
 def entries_of(mark: str, rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the entries of README's table that a mark row(NAME) names.
+    """Return the entries (frameworks and launchers) of README's table that the mark row(NAME) names.
 
-    NAME is an entry, a part of the text of a single entry, or a whole cell of README, which stands for
-    all its entries.
+    Args:
+        mark: NAME. It is an entry, a part of exactly one entry ("Megatron-LM"), or the list of all
+            entries in one row ("DDP, torch's pipelining").
+        rows: The entries in each row of the table.
 
     Raises:
-        ValueError: NAME is in no entry or in several.
+        ValueError: NAME occurs in no entry, or in several.
     """
     entries = [entry for row in rows for entry in row]
     if mark in entries:
         return (mark,)
+    without_label = mark.rpartition(": ")[2]  # the cell of a row in README may begin with a label
     for row in rows:
-        if mark.rpartition(": ")[2] == ", ".join(row):
+        if without_label == ", ".join(row):
             return row
     containing = [entry for entry in entries if mark in entry]
     if len(containing) != 1:
@@ -113,16 +120,19 @@ def entries_of(mark: str, rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def read_part(file: Path) -> Part:
-    """Return the results of one run of pytest; has_results is False if there is no file."""
+    """Return the results of one run of pytest from its JUnit XML file.
+
+    If the file does not exist, because pytest ended early, the returned Part has has_results=False.
+    """
     if not file.exists():
         return Part(file.stem, tests=(), has_results=False)
     suite = ElementTree.parse(file).getroot().find("testsuite")
     assert suite is not None, file
-    properties = _properties(suite)
+    properties = _properties(suite)  # the plugin selection.py writes them
     tests: dict[str, Result] = {}
     for case in suite.iter("testcase"):
         test = _read_test(file.stem, case)
-        tests[test.name] = test  # the last try of a test that pytest --reruns repeated
+        tests[test.name] = test  # with pytest --reruns, the file has a case for each try; the last one counts
     return Part(
         name=file.stem,
         tests=tuple(tests.values()),
@@ -132,27 +142,30 @@ def read_part(file: Path) -> Part:
 
 
 def _read_test(part: str, case: ElementTree.Element) -> Result:
+    """Return the result of a test from its element <testcase> in the XML of a pytest run."""
     skipped = case.find("skipped")
-    outcome, reason = Outcome.PASSED, ""
+    outcome = Outcome.PASSED
+    skip_reason = ""
     if case.find("failure") is not None or case.find("error") is not None:
         outcome = Outcome.FAILED
     elif skipped is not None:
-        outcome, reason = Outcome.SKIPPED, _reason(skipped)
+        outcome = Outcome.SKIPPED
+        skip_reason = _skip_reason(skipped)
     file = case.get("file") or case.get("classname", "")
     return Result(
         part=part,
         name=f"{file}::{case.get('name', '')}",
         outcome=outcome,
         seconds=float(case.get("time", 0)),
-        reason=reason,
-        rows=tuple(value for name, value in _properties(case) if name == "row"),
+        reason=skip_reason,
+        rows=tuple(value for name, value in _properties(case) if name == "row"),  # of marks row(NAME)
     )
 
 
-def _reason(skipped: ElementTree.Element) -> str:
+def _skip_reason(skipped: ElementTree.Element) -> str:
     reason = skipped.get("message", "")
     if reason == "collection skipped":
-        # The text is a tuple: file, line, reason.
+        # A whole module was skipped. The text is a tuple: file, line, reason.
         reason = str(ast.literal_eval(skipped.text or "('', 0, '')")[2])
     return reason.removeprefix("Skipped: ")
 
@@ -163,18 +176,28 @@ def _properties(element: ElementTree.Element) -> list[tuple[str, str]]:
 
 
 def table(parts: Iterable[Part], rows: Sequence[tuple[str, ...]]) -> list[Entry]:
-    """Return the state of each entry of README's table, in the table's order."""
+    """Return the test state of each framework and launcher, in the order of README's table.
+
+    Args:
+        parts: Results of several runs of pytest.
+        rows: The frameworks and launchers in each row of README's table.
+    """
     tests = [test for part in parts for test in part.tests]
     tests_of: dict[str, list[Result]] = {entry: [] for row in rows for entry in row}
     for test in tests:
         for mark in test.rows:
             for entry in entries_of(mark, rows):
                 tests_of[entry].append(test)
-    return [_judge(entry, found) for entry, found in tests_of.items()]
+    return [_judge(entry, tests_of_entry) for entry, tests_of_entry in tests_of.items()]
 
 
 def _judge(entry: str, tests: Sequence[Result]) -> Entry:
-    """Return the state of an entry that these tests, of all parts, test."""
+    """Return the test state of one framework or launcher.
+
+    Args:
+        entry: Name of the framework or launcher.
+        tests: Results of its tests in all runs of pytest.
+    """
     failed = [test.name for test in tests if test.outcome is Outcome.FAILED]
     passed = [test for test in tests if test.outcome is Outcome.PASSED]
     reasons = "; ".join(_count_reasons(tests))
@@ -184,6 +207,7 @@ def _judge(entry: str, tests: Sequence[Result]) -> Entry:
         return Entry(entry, "FAILED", ", ".join(failed))
     if not passed:
         return Entry(entry, "SKIPPED", reasons)
+    # A part is one run of pytest. It is enough if one part, such as the one on CPUs, ran all tests.
     skipping_parts = {test.part for test in tests if test.outcome is Outcome.SKIPPED}
     parts_without_skips = sorted({test.part for test in passed} - skipping_parts)
     if not parts_without_skips:
@@ -192,13 +216,21 @@ def _judge(entry: str, tests: Sequence[Result]) -> Entry:
 
 
 def _count_reasons(tests: Iterable[Result]) -> list[str]:
-    """Return each reason for a skip once, with the number of tests, most frequent first."""
+    """Return the reasons for skips in words, each with its number of tests, the most frequent first.
+
+    For example: ["3 x no GPU", "1 x no checkout"].
+    """
     counts = Counter(test.reason for test in tests if test.outcome is Outcome.SKIPPED)
     return [f"{count} x {reason}" for reason, count in counts.most_common()]
 
 
 def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return the text that is printed after all parts have run."""
+    """Return the text of the summary, which is printed after several runs of pytest.
+
+    Args:
+        parts: Results of the runs.
+        rows: The frameworks and launchers in each row of README's table.
+    """
     entries = table(parts, rows)
     tests = [test for part in parts for test in part.tests]
     name_width = max(len(entry.name) for entry in entries)
@@ -214,9 +246,10 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
         )
 
     lines += ["", "Skipped, other tests of all parts together:"]
-    other = _count_reasons(test for test in tests if not test.rows)
-    lines += [f"  {reason}" for reason in other] or ["  none"]
+    reasons = _count_reasons(test for test in tests if not test.rows)  # tests without a mark row(NAME)
+    lines += [f"  {reason}" for reason in reasons] or ["  none"]
 
+    # Slow tests, of which most runs execute only a part. `make nightly` executes all of them.
     left_out = sum(part.left_out for part in parts)
     seeds = sorted({part.seed for part in parts if part.seed})
     if left_out:

@@ -1,6 +1,7 @@
-"""Reads the signatures of the functions that holmes patches from the installed source files.
+"""Reads the signatures of functions of torch and other frameworks from their source files.
 
-Nothing is imported: some frameworks need a GPU, or have side effects, when they are imported.
+holmes, a plugin, patches these functions: it replaces them by functions that do more. The frameworks are not
+imported, because some of them need a GPU, or have side effects, when they are imported.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ CHECKOUTS = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepS
 
 
 class TargetSignature(NamedTuple):
-    """Signature of a patched function."""
+    """Signature of a framework's function that is patched, as the framework defines it."""
 
-    signature: inspect.Signature  # of methods with `self`
+    signature: inspect.Signature  # that of a method includes `self`
     decorator: type | None  # staticmethod, classmethod, or None
 
 
 def installed_signature(patch: Patch) -> TargetSignature:
-    """Return the signature of the patch's target in the installed release of the framework.
+    """Return the signature of the patched function in the installed release of the framework.
 
-    If the framework is not installed, or the target is not written in Python, the signature consists of the
-    parameters that the patch relies on and of an optional one, `other`.
+    If the framework is not installed, or the function is not written in Python, a signature is made up. It
+    has the parameters that the patch reads, and an optional parameter named `other`.
     """
     node = find_definition(patch)
     if node is None:
         return TargetSignature(_assumed_signature(patch), decorator=None)
+    # A decorator such as @staticmethod is an ast.Name. Decorators that are calls do not matter here.
     decorator_names = {name.id for name in node.decorator_list if isinstance(name, ast.Name)}
     decorator: type | None = None
     for candidate in (staticmethod, classmethod):
@@ -55,17 +57,16 @@ def _assumed_signature(patch: Patch) -> inspect.Signature:
 
 
 def find_definition(patch: Patch) -> ast.FunctionDef | None:
-    """Return the syntax tree of the target's definition, or None if there is no source of it."""
+    """Return the syntax tree of the patched function, or None if its source code is not found."""
     source = read_source(patch)
     if source is None:
         return None
-    node: Any = _parsed(source)
-    for name in patch.qualname.split("."):
-        definitions = [
-            statement
-            for statement in _statements(node.body)
-            if isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name == name
-        ]
+    node: Any = _parsed(source)  # the syntax tree of the module
+    for name in patch.qualname.split("."):  # of a method such as "Engine.step": the class, then the function
+        definitions = []
+        for statement in _statements(node.body):  # also those inside `if` and `try`
+            if isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name == name:
+                definitions.append(statement)
         if not definitions:
             return None
         node = definitions[-1]  # the earlier ones are declarations with @overload
@@ -73,11 +74,16 @@ def find_definition(patch: Patch) -> ast.FunctionDef | None:
 
 
 def read_source(patch: Patch) -> str | None:
-    """Return the source text of the target's module, or None if the framework is not on this machine."""
+    """Return the source text of the module that contains the patched function.
+
+    Returns:
+        None if the framework is not on this machine.
+    """
     framework = patch.feature.requirement.name
-    if framework not in CHECKOUTS:
+    if framework not in CHECKOUTS:  # an installed package
         spec = find_module(patch.module)
         return spec.loader.get_source(patch.module) if spec else None  # type: ignore[union-attr]
+    # Megatron-LM and Megatron-DeepSpeed run from a checkout of their git repository.
     root = find_checkout(CHECKOUTS[framework])
     if root is None:
         return None
@@ -89,9 +95,13 @@ def read_source(patch: Patch) -> str | None:
 
 
 def signature_of_definition(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature that a syntax tree describes. Defaults that are no literals become None."""
+    """Return the signature of a function, given the part of its syntax tree that lists the parameters.
+
+    Default values that are not literals are not evaluated; they become None.
+    """
     parameters = []
     by_position = [*arguments.posonlyargs, *arguments.args]
+    # `arguments.defaults` belong to the last of these parameters. The others are required.
     count_required = len(by_position) - len(arguments.defaults)
     defaults = [*[None] * count_required, *arguments.defaults]
     for number, (argument, default) in enumerate(zip(by_position, defaults, strict=True)):

@@ -1,4 +1,7 @@
-"""Checks that `make checkouts` clones pinned commits, keeps existing folders, and reports failed clones."""
+"""Tests tests/checkouts.py, which clones git repositories that other tests need, each at a pinned commit.
+
+It must not change an existing checkout, and must report which repositories it could not clone.
+"""
 
 import subprocess
 from dataclasses import replace
@@ -9,18 +12,24 @@ import pytest
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """Source "Megatron-LM" whose server is a local repository of two commits; the first one is pinned."""
+    """Make a local git repository the only one that `checkouts.main` clones, and return its `Source`.
+
+    The repository stands for the one of Megatron-LM. Its first commit is pinned; a second one is newer.
+    """
     server = tmp_path / "server"
     server.mkdir()
     subprocess.run(["git", "init", "-q", server], check=True)
+    author = ("-c", "user.name=test", "-c", "user.email=test@example.com")
     for text in ("pinned", "newer"):
         (server / "pretrain_gpt.py").write_text(text)
-        author = ("-c", "user.name=test", "-c", "user.email=test@example.com")
         subprocess.run(["git", "-C", server, "add", "."], check=True)
         subprocess.run(["git", "-C", server, *author, "commit", "-qm", text], check=True)
     command = ["git", "-C", server, "rev-parse", "HEAD~1"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    source = replace(checkouts.PINNED[0], url=f"file://{server}", commit=found.stdout.strip())
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    first_commit = result.stdout.strip()
+
+    megatron_lm = checkouts.PINNED[0]
+    source = replace(megatron_lm, url=f"file://{server}", commit=first_commit)
     monkeypatch.setattr(checkouts, "PINNED", (source,))
     monkeypatch.setenv(checkouts.VARIABLE, str(tmp_path / "checkouts"))
     return source
@@ -42,8 +51,9 @@ def test_the_pinned_commit_is_cloned_once(source, capsys):
 def test_another_commit_is_kept_and_named(source, capsys):
     checkouts.main()
     folder = checkouts.find_checkout("Megatron-LM")
-    subprocess.run(["git", "-C", folder, "checkout", "-q", "origin/HEAD"], check=True)
-    capsys.readouterr()
+    newer_commit = "origin/HEAD"
+    subprocess.run(["git", "-C", folder, "checkout", "-q", newer_commit], check=True)
+    capsys.readouterr()  # drops what was printed so far
     assert checkouts.main() == 0
     assert f"(the tests were last run with {source.commit[:10]})" in capsys.readouterr().out
     assert (folder / "pretrain_gpt.py").read_text() == "newer"
@@ -61,8 +71,9 @@ def test_a_server_that_cannot_be_reached(source, monkeypatch, capsys, url):
 
 
 def test_a_server_that_does_not_answer_is_given_up(monkeypatch, tmp_path):
-    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "git").chmod(0o755)
+    git_that_hangs = tmp_path / "git"
+    git_that_hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    git_that_hangs.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert checkouts._git("ls-remote", "x", timeout_s=0.2) == "no answer within 0.2 s"
 

@@ -1,8 +1,13 @@
-"""Checks tests/selection.py: the exhaustive tests that a run contains, and the record in its JUnit XML."""
+"""Tests the pytest plugin tests/selection.py, which decides how many of the slow tests run.
+
+Slow tests have the mark `full`. By default, a tenth of them runs, which the variable HOLMES_TEST_SEED
+determines. The tests below run pytest with the plugin on a file that contains TESTS.
+"""
 
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from typing import NamedTuple
 
 import pytest
 import selection
@@ -27,7 +32,7 @@ def test_always():
 def test_both(exhaustive):
     pass
 """
-TOTAL = 253  # tests in TESTS
+TOTAL = 253  # tests in TESTS: 200 + 50 slow ones, test_always, and two cases of test_both
 OPTIONS = (
     "-q",
     "-p",
@@ -40,61 +45,75 @@ OPTIONS = (
 )
 
 
+class PytestRun(NamedTuple):
+    """Outcome of a run of pytest on TESTS."""
+
+    xml: ElementTree.ElementTree  # the JUnit XML
+    names: list[str]  # sorted, of the tests that ran
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
+    """Return a function that runs pytest on a file with TESTS, and returns a PytestRun."""
     (tmp_path / "test_it.py").write_text(TESTS)
     monkeypatch.setenv("PYTHONPATH", str(selection.ROOT / "tests"))
     monkeypatch.setenv("HOLMES_TEST_SEED", "1")
     monkeypatch.delenv("HOLMES_TEST_FULL", raising=False)
 
-    def run(*arguments, status=0, **environment):
-        """Return the XML and the names of the tests that ran."""
+    def run_pytest(*arguments, status=0, **environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         command = [sys.executable, "-m", "pytest", *OPTIONS, *(arguments or ["test_it.py"])]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == status, done.stdout + done.stderr
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == status, result.stdout + result.stderr
         xml = ElementTree.parse(tmp_path / "xml")
-        return xml, sorted(case.get("name") for case in xml.iter("testcase"))
+        names = sorted(case.get("name") for case in xml.iter("testcase"))
+        return PytestRun(xml, names)
 
-    return run
+    return run_pytest
 
 
 def properties(element) -> list[tuple[str, str]]:
-    return [
-        (each.get("name"), each.get("value")) for each in element.findall("properties/property")
-    ]
+    found = element.findall("properties/property")
+    return [(each.get("name"), each.get("value")) for each in found]
+
+
+def count(names, prefix):
+    return sum(name.startswith(prefix) for name in names)
 
 
 def test_a_landing_runs_a_tenth_that_the_seed_chooses(run):
     xml, names = run()
-    left_out = TOTAL - len(names)
-    assert 5 <= sum(name.startswith("test_full") for name in names) <= 40
+    assert 5 <= count(names, "test_full") <= 40  # of 200, about a tenth
     assert {"test_always", "test_both[sample]"} <= set(names)
+    left_out = TOTAL - len(names)
     assert properties(xml.find("testsuite")) == [("left_out", str(left_out)), ("seed", "1")]
-    again, same_names = run("-n", "2", "test_it.py")
-    assert same_names == names
-    assert properties(again.find("testsuite")) == properties(xml.find("testsuite"))
-    assert run(HOLMES_TEST_SEED="2")[1] != names
+
+    in_two_processes = run("-n", "2", "test_it.py")  # by pytest-xdist
+    assert in_two_processes.names == names
+    assert properties(in_two_processes.xml.find("testsuite")) == properties(xml.find("testsuite"))
+    assert run(HOLMES_TEST_SEED="2").names != names
 
 
 def test_tests_with_a_slow_fixture_are_chosen_together(run):
-    chosen = {selection.in_the_tenth("slow fixture", str(seed)): str(seed) for seed in range(50)}
-    for is_chosen, seed in chosen.items():
-        _, names = run(HOLMES_TEST_SEED=seed)
-        assert sum(name.startswith("test_together") for name in names) == 50 * is_chosen
-    assert len(chosen) == 2
+    seed_by_choice = {}  # a seed that selects the 50 tests, and one that does not
+    for seed in map(str, range(50)):
+        seed_by_choice[selection.is_in_selected_tenth("slow fixture", seed)] = seed
+    for is_chosen, seed in seed_by_choice.items():
+        names = run(HOLMES_TEST_SEED=seed).names
+        assert count(names, "test_together") == (50 if is_chosen else 0)
+    assert len(seed_by_choice) == 2
 
 
 def test_all_or_none(run):
-    assert len(run(HOLMES_TEST_FULL="1")[1]) == TOTAL
-    assert run(HOLMES_TEST_FULL="0")[1] == ["test_always", "test_both[sample]"]
+    assert len(run(HOLMES_TEST_FULL="1").names) == TOTAL
+    assert run(HOLMES_TEST_FULL="0").names == ["test_always", "test_both[sample]"]
 
 
 def test_a_test_that_the_command_line_names_runs(run):
-    assert run("test_it.py::test_full[3]", HOLMES_TEST_FULL="0")[1] == ["test_full[3]"]
-    assert len(run("test_it.py::test_together", HOLMES_TEST_FULL="0")[1]) == 50
-    run("test_it.py::test_ful", HOLMES_TEST_FULL="0", status=4)  # no such test
+    assert run("test_it.py::test_full[3]", HOLMES_TEST_FULL="0").names == ["test_full[3]"]
+    assert len(run("test_it.py::test_together", HOLMES_TEST_FULL="0").names) == 50
+    run("test_it.py::test_ful", HOLMES_TEST_FULL="0", status=4)  # pytest's status for: no such test
 
 
 def test_the_xml_names_the_rows_of_a_test(run):

@@ -1,4 +1,8 @@
-"""tests/summary.py: the table that a run ends with, from the XML of real runs of pytest."""
+"""Tests tests/summary.py, which prints which supported frameworks several runs of pytest have tested.
+
+README's table "your job" lists the frameworks and launchers, its entries. A test with the mark row(NAME)
+tests the entry NAME. The summary reads marks and outcomes from the JUnit XML of the runs.
+"""
 
 import os
 import subprocess
@@ -8,8 +12,11 @@ import pytest
 import summary
 from summary import Outcome, Part, Result, entries_of, read_part, readme_rows, table
 
+#: The entries in each row of README's table.
 README = readme_rows((summary.ROOT / "README.md").read_text())
+#: The entries in each row of a table for TESTS.
 ROWS = [("torchrun", "srun"), ("Megatron-LM's pretrain_gpt.py",), ("DDP", "torch's pipelining")]
+#: A file of tests: one for each state that the summary may print.
 TESTS = """
 import pytest
 tries = []
@@ -44,32 +51,33 @@ def test_exhaustive():
 """
 
 
+PYTEST_OPTIONS = (
+    "-q",
+    *("-p", "no:cacheprovider"),
+    *("-p", "selection"),  # tests/selection.py, the plugin that writes the marks into the XML
+    *("-o", "junit_family=xunit1"),
+    *("--reruns", "1"),  # test_flaky passes in its second try
+)
+
+
 def test_the_summary_of_a_real_run(tmp_path):
+    """Run pytest on files with passing, skipped and failing tests, and check the summary of the run.
+
+    The tests have marks row(NAME), which name the launchers and frameworks in ROWS.
+    """
     (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "test_module.py").write_text(
-        "import pytest\npytest.importorskip('not_installed')\n"
-    )
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "selection",
-        "-o",
-        "junit_family=xunit1",
-        "--reruns",
-        "1",
-    ]
+    (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('not_installed')\n")
     environment = {
         "PYTHONPATH": str(summary.ROOT / "tests"),
-        "HOLMES_TEST_FULL": "0",
+        "HOLMES_TEST_FULL": "0",  # leaves out slow tests, such as test_exhaustive
         "PATH": "/usr/bin",
     }
-    command = [sys.executable, "-m", "pytest", *options, "--junitxml=part.xml"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
+    command = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS, "--junitxml=part.xml"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    some_tests_failed = 1
+    assert result.returncode == some_tests_failed, result.stdout + result.stderr
 
-    part = read_part(tmp_path / "part.xml")
+    part = read_part(tmp_path / "part.xml")  # the results of the run
     entries = {entry.name: (entry.state, entry.detail) for entry in table([part], ROWS)}
     assert entries == {
         "torchrun": ("passed", "2 tests (part)"),
@@ -78,7 +86,8 @@ def test_the_summary_of_a_real_run(tmp_path):
         "DDP": ("passed", "1 tests (part)"),
         "torch's pipelining": ("NOT RUN", "no part of this run has a test of it"),
     }
-    text = summary.summary([part, read_part(tmp_path / "missing.xml")], ROWS)
+    part_without_xml = read_part(tmp_path / "missing.xml")
+    text = summary.summary([part, part_without_xml], ROWS)
     assert "\n  3 x no GPU\n" in text
     assert "could not import 'not_installed'" in text
     assert "Left to make nightly: 1 exhaustive tests (HOLMES_TEST_SEED=0)" in text
@@ -86,14 +95,24 @@ def test_the_summary_of_a_real_run(tmp_path):
     assert "  missing            NO RESULTS" in text
 
 
-def result(part: str, name: str, outcome: Outcome, row: str = "DDP") -> Result:
-    return Result(
-        part=part, name=name, outcome=outcome, seconds=0.0, reason="over gloo only", rows=(row,)
-    )
+def part_of(name: str, outcomes: list[Outcome]) -> Part:
+    """Return the results of a run of pytest: one test of DDP with each of these outcomes."""
+    results = []
+    for number, outcome in enumerate(outcomes):
+        result = Result(
+            part=name,
+            name=str(number),
+            outcome=outcome,
+            seconds=0.0,
+            reason="over gloo only",
+            rows=("DDP",),
+        )
+        results.append(result)
+    return Part(name, tests=tuple(results))
 
 
 @pytest.mark.parametrize(
-    "outcomes, state",
+    "outcomes_by_part, state",
     [
         ({"gloo": [Outcome.PASSED, Outcome.PASSED], "nccl": [Outcome.SKIPPED]}, "passed"),
         ({"gloo": [Outcome.PASSED, Outcome.SKIPPED]}, "PARTLY SKIPPED"),
@@ -102,13 +121,8 @@ def result(part: str, name: str, outcome: Outcome, row: str = "DDP") -> Result:
         ({"gloo": [Outcome.PASSED], "nccl": [Outcome.FAILED]}, "FAILED"),
     ],
 )
-def test_an_entry_passes_where_a_part_runs_all_its_tests(outcomes, state):
-    parts = [
-        Part(
-            name, tuple(result(name, str(number), outcome) for number, outcome in enumerate(found))
-        )
-        for name, found in outcomes.items()
-    ]
+def test_an_entry_passes_where_a_part_runs_all_its_tests(outcomes_by_part, state):
+    parts = [part_of(name, outcomes) for name, outcomes in outcomes_by_part.items()]
     (entry,) = table(parts, [("DDP",)])
     assert entry.state == state
 
@@ -116,9 +130,8 @@ def test_an_entry_passes_where_a_part_runs_all_its_tests(outcomes, state):
 def test_the_entries_of_readmes_table():
     entries = [entry for row in README for entry in row]
     assert len(set(entries)) == len(entries) >= 21
-    assert {"torchrun", "deepspeed", "Megatron-LM's pretrain_gpt.py", "torchtitan", "FSDP1"} <= set(
-        entries
-    )
+    some_entries = {"torchrun", "deepspeed", "Megatron-LM's pretrain_gpt.py", "torchtitan", "FSDP1"}
+    assert some_entries <= set(entries)
 
 
 def test_what_a_mark_names():
@@ -148,20 +161,22 @@ sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[Marks()]))
 
 
 def test_each_entry_of_readmes_table_has_a_test():
-    """Each entry has a test with its mark, which may be an exhaustive one of `make nightly`."""
+    """Each framework and launcher in README's table "your job" has a test with its mark row(NAME)."""
     root = summary.ROOT
     files = [
         *root.glob("tests/patches/torch/test_*.py"),
         *root.glob("integration_tests/**/test_*.py"),
     ]
-    marked = [str(path) for path in files if "mark.row(" in path.read_text()]
-    command = [sys.executable, "-c", COLLECT, *marked]
-    environment = {**os.environ, "HOLMES_TEST_FULL": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    marks = {
-        line.removeprefix("row ") for line in done.stdout.splitlines() if line.startswith("row ")
-    }
-    covered = {entry for mark in marks for entry in entries_of(mark, README)}
-    missing = [entry for row in README for entry in row if entry not in covered]
+    files_with_marks = [str(path) for path in files if "mark.row(" in path.read_text()]
+    environment = {**os.environ, "HOLMES_TEST_FULL": "1"}  # collect slow tests, too
+    # COLLECT is a program that collects the tests, and prints "row NAME" for each mark row(NAME).
+    command = [sys.executable, "-c", COLLECT, *files_with_marks]
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    marks = {line[len("row ") :] for line in result.stdout.splitlines() if line.startswith("row ")}
+
+    tested_entries = set()
+    for mark in marks:
+        tested_entries.update(entries_of(mark, README))
+    missing = [entry for row in README for entry in row if entry not in tested_entries]
     assert not missing, f"no test has the mark row(NAME) of {missing}"

@@ -1,10 +1,10 @@
-"""Trains a small model in a loop of Hugging Face's Accelerate. The script does not use holmes.
+"""Trains a small model with Hugging Face's Accelerate, and logs the loss of each step.
 
     accelerate launch accelerate_loop.py --log-file FILE [--save DIR --save-after STEP]
     accelerate launch accelerate_loop.py --log-file FILE --load DIR --save-after STEP
 
-The second form resumes from the checkpoint in DIR, which was saved after STEP. The main process
-writes one JSON line with the mean loss of each step to FILE.
+The first form trains from step 1, and can save a checkpoint after STEP. The second form resumes from
+such a checkpoint. The main process writes a JSON line with the mean loss of each step to FILE.
 """
 
 import argparse
@@ -21,7 +21,7 @@ MICRO_BATCHES = 2  # whose gradients a step accumulates
 
 
 def main() -> nn.Module:
-    """Train, and return the model."""
+    """Train the model, write the loss of each step to the log file, and return the model."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--log-file", required=True)
@@ -36,7 +36,7 @@ def main() -> nn.Module:
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
     model = nn.Sequential(*layers)
     rows = torch.randn(ROWS * MICRO_BATCHES * 100, WIDTH)  # for 100 steps of one rank
-    # AdamW's steps would be the same with gradients that are wrong by a factor.
+    # Not AdamW: its steps do not change if all gradients are wrong by the same factor.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     loader = DataLoader(TensorDataset(rows), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -44,7 +44,7 @@ def main() -> nn.Module:
     steps_done = 0
     if args.load:
         accelerator.load_state(args.load)
-        steps_done = args.save_after
+        steps_done = args.save_after  # the checkpoint was saved after this step
     micro_batches = iter(accelerator.skip_first_batches(loader, steps_done * MICRO_BATCHES))
     log = None
     if accelerator.is_main_process:
@@ -58,7 +58,7 @@ def main() -> nn.Module:
                 loss = (model(batch) - batch.roll(1, dims=1)).square().mean()
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
+                optimizer.step()  # has no effect before the last micro-batch of a step
                 optimizer.zero_grad()
             losses.append(loss.detach())
         mean_loss = accelerator.reduce(torch.stack(losses).mean(), reduction="mean")

@@ -1,11 +1,13 @@
-"""Defines a job of README's table "your job", and runs it with and without holmes.
+"""Runs training jobs on emulated clusters, each with and without holmes, for the tests to compare.
 
-Words used in this folder:
+README's table "your job" lists the frameworks and launchers that holmes (the torch plugin of this
+repository) supports, and says what to add to a job's command, usually `--holmes`. This module has:
 
-    entry    one kind of job that the table promises, such as "DDP"; a row of the table lists some
-    stock    the job as its users run it today, without holmes
-    holmes   the same job with what the table says to add to its command, usually `--holmes`
-    run      one launch of a job on all nodes, from its first to its last training step
+    Job      a job for one entry of the table, such as "DDP"
+    Start    starts the command of a job on all nodes
+    Run      losses and output of one launch, from its first to its last training step
+    Runs     all launches of one job: "stock", which is the job without holmes, and the job under
+             holmes; either from step 1, or resumed from a checkpoint
 """
 
 from __future__ import annotations
@@ -46,18 +48,18 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 def leave_as_saved(checkpoint_folder: Path) -> None:
-    """Change nothing: the only checkpoint in the folder is the one of SAVED_STEP."""
+    """Do nothing: for frameworks whose newest checkpoint is already the one to resume from."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """How a job saves a checkpoint after SAVED_STEP, and how it resumes from that checkpoint.
+    """Command-line arguments with which a job saves a checkpoint, and with which it resumes later.
 
-    CHECKPOINT_FOLDER in the arguments stands for the folder of the checkpoint.
+    The word CHECKPOINT_FOLDER in these arguments is a placeholder for the checkpoint's folder.
     """
 
-    save_arguments: tuple[str, ...]
-    load_arguments: tuple[str, ...]
+    save_arguments: tuple[str, ...]  # save a checkpoint after SAVED_STEP
+    load_arguments: tuple[str, ...]  # resume from that checkpoint
     #: Makes the checkpoint of SAVED_STEP the newest in the folder. Some frameworks save another one
     #: at the end of the job, and resume from the newest.
     rewind: Callable[[Path], None] = leave_as_saved
@@ -69,7 +71,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Group:
-    """Process groups of one kind, as `holmes report` lists them."""
+    """Kind and network of process groups, as `holmes report` (the summary of a job) lists them."""
 
     kind: str  # "data", "pipeline" or "world"
     where: str  # "inside" one cluster, or "across" clusters
@@ -78,7 +80,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job that README's table "your job" promises to run under holmes."""
+    """A training job that the tests run twice: with and without holmes, the torch plugin under test.
+
+    README lists the frameworks and launchers that holmes supports. Each has at least one such job.
+    """
 
     entry: str  # of README's table, as summary.readme_rows returns it
     command: Callable[[Path], Command]  # returns the command of stock, given a folder to write to
@@ -119,7 +124,7 @@ class Job:
                 pytest.skip(
                     f"{self.name} needs the package {package}, which is not in {sys.prefix}"
                 )
-        if self.installed_in and not self.installed_in.is_dir():
+        if self.installed_in and not self.installed_in.is_dir():  # only torchtitan has such a folder
             pytest.skip(f"{self.name} is not installed: make torchtitan")
         if self.checkout:
             checkout_or_skip(self.checkout)
@@ -127,7 +132,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """Losses and output of a finished run."""
+    """Losses and output of one finished launch of a job."""
 
     losses: list[float]  # one for each step
     text: str  # what all ranks printed
@@ -138,30 +143,33 @@ class Run:
 
 
 class Start(Protocol):
-    """Runs a program on the nodes of two clusters, and waits for its end."""
+    """Callable that runs a job on all nodes of two emulated clusters, and waits for its end."""
 
     nodes: tuple[str, ...]  # node of each rank, in the order in which holmes numbers the ranks
 
     def __call__(
         self, job: Job, command: Command, arguments: Sequence[str], env: Mapping[str, str], shell: str
     ) -> RunResult:
-        """Run the job.
+        """Run a Python script on every node, wait for its end, and return the output of all ranks.
 
         Args:
-            command: Says in which folder the program runs and which modules to load before a fork.
-            arguments: The script and all of its arguments.
+            job: Names the launcher of the processes, such as srun, if it has one.
+            command: Gives the working directory of the script, and the modules that are imported
+                once before the processes of the ranks are forked.
+            arguments: The path of the script, and all of its arguments.
             env: Environment variables of every rank.
-            shell: See Job.shell; empty unless this run needs it.
+            shell: Shell line that starts Python with the script; "": start it in the default way.
         """
 
 
 class StartInLab:
-    """Starts a job by the lab's own launcher, on two clusters of two nodes, one rank a node.
+    """Starts a job on four emulated nodes, one rank on each, without a launcher such as torchrun.
 
-    The launcher alternates between the clusters (a0, b0, a1, b1), and holmes renumbers the ranks.
+    Nodes a0 and a1 form one cluster, b0 and b1 another. Before holmes renumbers them, ranks 0 to 3
+    are on a0, b0, a1, b1: neighbouring ranks are in different clusters.
     """
 
-    nodes = ("a0", "a1", "b0", "b1")
+    nodes = ("a0", "a1", "b0", "b1")  # nodes of ranks 0 to 3 after holmes has renumbered them
 
     def __init__(self, clusters: LabOf):
         self.clusters = clusters
@@ -170,6 +178,8 @@ class StartInLab:
         self, job: Job, command: Command, arguments: Sequence[str], env: Mapping[str, str], shell: str
     ) -> RunResult:
         if not shell:
+            # By default, each rank is a fork of a Python process that has imported the modules
+            # in `preload`. The fork runs the script.
             return self.clusters.run(
                 *arguments,
                 preload=command.preload,
@@ -177,6 +187,7 @@ class StartInLab:
                 cwd=command.inside,
                 timeout=RUN_TIMEOUT_S,
             )
+        # The shell line has the placeholders {python} and {words}.
         quoted_arguments = " ".join(shlex.quote(argument) for argument in arguments)
         line = shell.format(python=sys.executable, words=quoted_arguments)
         return self.clusters.run(
@@ -186,12 +197,18 @@ class StartInLab:
 
 @dataclass
 class Runs:
-    """The runs of one job. A run starts when a test first reads it, and is then kept.
+    """All launches of one job, with and without the plugin holmes.
 
-        stock                STEPS steps without holmes, with a checkpoint after SAVED_STEP
-        holmes               the same with holmes, and with telemetry for `holmes report`
-        holmes_from_stock    the steps after SAVED_STEP with holmes, from the checkpoint of stock
-        stock_from_holmes    the steps after SAVED_STEP without holmes, from the checkpoint of holmes
+    Each launch is a property, which runs the job when it is first read. These properties train all
+    STEPS steps, and save a checkpoint after step SAVED_STEP:
+
+        stock                the job without holmes
+        holmes               the job under holmes, which also records what `holmes report` prints
+
+    These properties resume from such a checkpoint, and train the remaining steps:
+
+        holmes_from_stock    the job under holmes, from the checkpoint of `stock`
+        stock_from_holmes    the job without holmes, from the checkpoint of `holmes`
     """
 
     job: Job
@@ -225,27 +242,29 @@ class Runs:
 
     @cached_property
     def holmes_from_stock(self) -> Run:
-        assert self.stock  # it has saved its checkpoint
+        assert self.stock  # reading it runs the job, which saves the checkpoint
         arguments = [*self._load_arguments("stock"), *self.job.holmes_arguments]
         return self._run("holmes-from-stock", arguments, env=self.job.holmes_env, resumed=True)
 
     @cached_property
     def stock_from_holmes(self) -> Run:
-        assert self.holmes  # it has saved its checkpoint
+        assert self.holmes  # reading it runs the job, which saves the checkpoint
         return self._run("stock-from-holmes", self._load_arguments("holmes"), resumed=True)
 
     @cached_property
     def losses_after_saving(self) -> list[float]:
-        """Return the losses that a resumed run must have in the steps after SAVED_STEP.
+        """Return the losses that a resumed run must have, one for each step after SAVED_STEP.
 
-        They are those of the stock run that was not interrupted. If the framework does not resume
-        exactly, they are those of another run: stock, resumed from the checkpoint of stock.
+        They are the losses of an uninterrupted run without the plugin holmes, which must not change
+        losses. Some frameworks train on other batches after a resume. For their jobs, the losses are
+        those of a run without holmes that resumes from its own checkpoint.
         """
         assert self.job.checkpoints is not None
+        uninterrupted = self.stock  # reading it runs the job, which saves the checkpoint
         if self.job.checkpoints.resumes_exactly:
-            return self.stock.losses[SAVED_STEP:]
-        assert self.stock  # it has saved its checkpoint
-        return self._run("stock-from-stock", self._load_arguments("stock"), resumed=True).losses
+            return uninterrupted.losses[SAVED_STEP:]
+        resumed = self._run("stock-from-stock", self._load_arguments("stock"), resumed=True)
+        return resumed.losses
 
     @property
     def telemetry(self) -> Path:
@@ -253,16 +272,16 @@ class Runs:
 
     @cached_property
     def report(self) -> str:
-        """Return what `holmes report` prints of the run under holmes."""
+        """Return what `holmes report`, the summary of a finished job, prints of the run under holmes."""
         return self._report()
 
     @cached_property
     def report_json(self) -> dict[str, Any]:
-        """Return what `holmes report --json` prints of the run under holmes."""
+        """Return the summary of the run under holmes, from the JSON of `holmes report --json`."""
         return json.loads(self._report("--json"))
 
     def _report(self, *flags: str) -> str:
-        assert self.holmes  # it has written its telemetry
+        assert self.holmes  # reading it runs the job, which writes its telemetry
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             status = main(["report", str(self.telemetry), *flags])
         assert status == 0
@@ -275,14 +294,18 @@ class Runs:
         return with_checkpoint_folder(self.job.checkpoints.save_arguments, folder)
 
     def _load_arguments(self, saved_by: str) -> list[str]:
-        """Return the arguments that resume from SAVED_STEP of a run, which has ended."""
+        """Return the arguments with which the job resumes from the checkpoint after SAVED_STEP.
+
+        Args:
+            saved_by: The run that has saved this checkpoint: "stock" (without holmes) or "holmes".
+        """
         assert self.job.checkpoints is not None
         folder = self._checkpoint_folder(saved_by)
-        self.job.checkpoints.rewind(folder)
+        self.job.checkpoints.rewind(folder)  # the job would resume from a later checkpoint, if any
         return with_checkpoint_folder(self.job.checkpoints.load_arguments, folder)
 
     def _checkpoint_folder(self, saved_by: str) -> Path:
-        # Without spaces: the lab takes a command for one under holmes if any of its words says so.
+        # Without the word "holmes" between spaces, by which the lab recognizes commands under holmes.
         return self.folder / f"saved-by-{saved_by}"
 
     def _run(
@@ -293,24 +316,33 @@ class Runs:
         shell: str = "",
         resumed: bool = False,
     ) -> Run:
-        """Run the command of stock with more arguments and variables. It must end with status 0.
+        """Run the job's command with added arguments, and return its losses and output.
 
         Args:
-            resumed: Whether the run resumes from a checkpoint, so that some frameworks print
-                losses that have to be converted.
+            name: Name of the log file.
+            added_arguments: Are appended to the arguments of the job without holmes.
+            env: Added environment variables.
+            shell: Shell line that starts Python with the script; "": start it in the default way.
+            resumed: Whether the run resumes from a checkpoint. Some frameworks then print other
+                numbers than the losses of single steps; Checkpoints.losses_by_step converts them.
+
+        Raises:
+            AssertionError: the command ended with a status other than 0.
         """
         command = self.command
-        log = self.folder / f"{name}.jsonl"
         arguments = [*command.words, *added_arguments]
         env = {"OMP_NUM_THREADS": "1", **command.env, **self._env_on_cpu(), **env}
         if not self.on_gpus:
-            arguments += command.on_cpu
+            arguments += command.on_cpu  # flags that some scripts need without a GPU
+        log = self.folder / f"{name}.jsonl"
+        # LOG is a placeholder for the file to which the script writes its losses.
         arguments = [str(log) if argument == LOG else argument for argument in arguments]
 
         result = self.start(self.job, command, arguments, env=env, shell=shell)
         text_of_failure = result.outputs[result.first_failed or 0]
         assert result.returncode == 0, f"{name}: status {result.returncode}\n{text_of_failure[-4000:]}"
-        losses = command.read(follows_plan(result), log)
+        follows_plan(result)  # fails the test if holmes printed a difference from its plan
+        losses = command.read(result, log)  # from the log or from the output, depending on the script
         if resumed and self.job.checkpoints is not None:
             losses = self.job.checkpoints.losses_by_step(losses)
         return Run(losses=losses, text="\n".join(result.outputs.values()))
@@ -322,14 +354,14 @@ class Runs:
 
 
 def with_checkpoint_folder(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return the arguments with the folder in place of CHECKPOINT_FOLDER."""
+    """Return the arguments with the folder's path in place of the placeholder CHECKPOINT_FOLDER."""
     return [argument.replace(CHECKPOINT_FOLDER, str(folder)) for argument in arguments]
 
 
 def patched_features(run: Run) -> set[str]:
-    """Return the features that the banner, holmes's first line, lists as patched.
+    """Return the names of holmes's features that were active in a run.
 
-    The list is separated by commas and ends before a semicolon: "patched: ddp, nics; ...".
+    The first line that holmes prints in a run lists them, for example "patched: ddp, nics; ...".
     """
     banner = next(line for line in run.holmes_lines if "patched: " in line)
     listed = banner.partition("patched: ")[2]
@@ -338,6 +370,6 @@ def patched_features(run: Run) -> set[str]:
 
 
 def python_path(*folders: str) -> str:
-    """Return the value of PYTHONPATH with the folders in front."""
+    """Return a value for PYTHONPATH: the folders, and then those of its present value."""
     current = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join(folder for folder in [*folders, current] if folder)

@@ -1,7 +1,10 @@
-"""Lists the jobs of README's table "your job": at least one for each entry of each row.
+"""Lists the training jobs that the tests run with and without holmes, this repository's torch plugin.
 
-The nodes of every job form two clusters, a (InfiniBand) and b (RoCE), joined by Ethernet. The NICs
-identify the clusters, so that `--holmes` needs no cluster.toml.
+README's table "your job" names the launchers and frameworks that holmes supports, and says what to add
+to a job's command, usually the flag `--holmes`. JOBS has at least one job for each of them.
+
+Every job runs on two clusters of nodes, one with InfiniBand and one with RoCE, joined by Ethernet.
+holmes recognizes the two clusters by their NICs. Therefore the jobs need no file that describes them.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ HYBRID_FSDP = ("--holmes", "--holmes-fsdp", "hybrid")
 
 
 def read_log(result: RunResult, log: Path) -> list[float]:
-    """Return the losses that a script wrote to its log."""
+    """Return the loss of each step from the script's log, a file of JSON lines."""
     return losses(log)
 
 
@@ -83,11 +86,16 @@ def script(
     read: Callable[[RunResult, Path], list[float]] = read_log,
     env: Mapping[str, str] = NO_VARIABLES,
 ) -> Callable[[Path], Command]:
-    """Return a Job.command for a script that needs no files to be prepared.
+    """Return a function that makes the command of a Python script, for use as `Job.command`.
+
+    The function receives a folder. Commands of other jobs need files, which such a function writes there.
 
     Args:
-        preload: Modules that the lab loads once, before it forks a process for each rank.
-        read: Returns the losses of the run, from its output or its log.
+        path: The script.
+        arguments: Arguments of the script.
+        preload: Modules that are imported once, before a process is forked for each rank.
+        read: Returns the loss of each step, from the output of the run or from the script's log.
+        env: Environment variables of the script.
     """
 
     def command(folder: Path) -> Command:
@@ -111,20 +119,20 @@ def train_script(*arguments: str) -> Callable[[Path], Command]:
 
 
 def loop_job(entry: str, **fields) -> Job:
-    """Return a job for an entry about how processes start.
+    """Return a job that tests how the processes of a script start, for example by a launcher.
 
-    The script reduces gradients by its own all-reduces over all ranks, which holmes leaves as they
-    are. Checkpoints do not depend on the launcher, so that this job saves none.
+    The script trains in a plain loop with an all-reduce over all ranks, which holmes does not change.
 
     Args:
-        fields: More fields of the Job.
+        entry: What starts the processes, as README's table of supported jobs calls it ("srun").
+        fields: More fields of the Job, such as the launcher.
     """
     return Job(
         entry=entry,
         command=train_script(),
-        groups=WORLD,
-        checkpoints=None,
-        reports_reductions=False,
+        groups=WORLD,  # the script uses one process group of all ranks
+        checkpoints=None,  # they do not depend on how processes start; other jobs test them
+        reports_reductions=False,  # holmes reports only reductions that it makes itself
         **fields,
     )
 
@@ -216,7 +224,10 @@ ACCELERATE_LAUNCH = (
 
 
 def remove_last_of_trainer(checkpoint_folder: Path) -> None:
-    """Remove the checkpoint that Trainer saves at its end, because --resume takes the newest."""
+    """Remove the checkpoint that Hugging Face's Trainer saves after its last step.
+
+    The flag --resume takes the newest checkpoint, which is then the one that was saved after SAVED_STEP.
+    """
     shutil.rmtree(checkpoint_folder / f"checkpoint-{STEPS}", ignore_errors=True)
 
 
@@ -284,27 +295,34 @@ DEEPSPEED_MODULES = ("torch", "deepspeed")
 
 
 def rewind_deepspeed(checkpoint_folder: Path) -> None:
-    """Make the checkpoint of SAVED_STEP the one that DeepSpeed loads by default."""
+    """Make DeepSpeed load the checkpoint that was saved after SAVED_STEP, instead of the newest one.
+
+    By default, DeepSpeed loads the checkpoint that the file `latest` names.
+    """
     (checkpoint_folder / "latest").write_text(f"step{SAVED_STEP}")
 
 
 def zero_job(stage: int) -> Job:
-    """Return the job of one ZeRO stage. In stage 3 holmes leaves DeepSpeed's collectives alone."""
+    """Return a job that trains with DeepSpeed in this stage of ZeRO.
+
+    In stages 0 to 2, holmes reduces gradients in two levels: inside each cluster, then across the
+    clusters. In stage 3, it leaves DeepSpeed's collectives as they are.
+    """
     has_two_levels = stage < 3
     return Job(
-        entry="DeepSpeed's ZeRO 0 to 3",
+        entry="DeepSpeed's ZeRO 0 to 3",  # of README's table of supported jobs
         variant=f"ZeRO {stage}",
         command=script(
             ROOT / "integration_tests" / "gpu" / "zero.py",
             *("--stage", str(stage)),
             *STEPS_FLAG,
             preload=DEEPSPEED_MODULES,
-            read=commands._printed,
+            read=commands._printed,  # the script prints its losses
         ),
-        groups=TWO_LEVELS if has_two_levels else WORLD,
+        groups=TWO_LEVELS if has_two_levels else WORLD,  # that `holmes report` must list
         checkpoints=SAVE_AFTER,
-        reports_reductions=has_two_levels,
-        features=frozenset({"two-level", "telemetry-deepspeed"}),
+        reports_reductions=has_two_levels,  # holmes reports only reductions that it makes itself
+        features=frozenset({"two-level", "telemetry-deepspeed"}),  # of holmes, which must be active
         packages=("deepspeed",),
     )
 
@@ -343,7 +361,10 @@ MEGATRON_SAVE = ("--save", CHECKPOINT_FOLDER, "--save-interval", str(SAVED_STEP)
 
 
 def rewind_megatron_core_example(checkpoint_folder: Path) -> None:
-    """Make the checkpoint of SAVED_STEP the one that examples/megatron_core resumes from."""
+    """Make examples/megatron_core resume from the checkpoint of SAVED_STEP, not from the newest one.
+
+    The example resumes from the step that the file latest.json names.
+    """
     file = checkpoint_folder / "latest.json"
     latest = json.loads(file.read_text())
     latest["step"] = SAVED_STEP
@@ -351,7 +372,11 @@ def rewind_megatron_core_example(checkpoint_folder: Path) -> None:
 
 
 def rewind_megatron(checkpoint_folder: Path) -> None:
-    """Make the checkpoint of SAVED_STEP the newest one, in the files of Megatron and of DeepSpeed."""
+    """Make Megatron-LM or Megatron-DeepSpeed load the checkpoint of SAVED_STEP, not the newest one.
+
+    Megatron-LM reads the step from latest_checkpointed_iteration.txt. Megatron-DeepSpeed also reads
+    DeepSpeed's file `latest`.
+    """
     (checkpoint_folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED_STEP))
     deepspeed_file = checkpoint_folder / "latest"
     if deepspeed_file.exists():
@@ -359,52 +384,58 @@ def rewind_megatron(checkpoint_folder: Path) -> None:
 
 
 def losses_of_megatron_lm(printed: list[float]) -> list[float]:
-    """Return the losses of the two steps after a resume.
+    """Return the losses of the two steps of a resumed job, given the two numbers that it prints.
 
-    Megatron-LM prints the mean loss since its last report, but after the first report of a resumed
-    job it does not reset that mean (without holmes, too): the second number is the mean of both steps.
+    The first number is the loss of the first step. The second number is the mean of both losses:
+    Megatron-LM, with and without holmes, does not reset its running mean after a resumed job's first
+    step.
     """
     first, mean_of_both = printed
     return [first, 2 * mean_of_both - first]
 
 
 def megatron_core_job(program: Path, variant: str, **fields) -> Job:
-    """Return a job of examples/megatron_core.
+    """Return a job that trains a GPT with megatron-core in two pipeline stages, one in each cluster.
 
     Args:
-        program: The example, or a program that calls the example.
-        variant: How holmes is switched on.
+        program: The script examples/megatron_core/train.py, or a script that calls it.
+        variant: How the job switches holmes on; distinguishes the jobs of megatron-core.
         fields: More fields of the Job.
     """
-    arguments = (*MEGATRON, "--pipeline", "2", "--micro-batches", "4", *STEPS_FLAG, "--log", LOG)
+    model = MEGATRON  # flags of a small GPT
+    arguments = (*model, "--pipeline", "2", "--micro-batches", "4", *STEPS_FLAG, "--log", LOG)
+    path_of_cpu_stand_ins = python_path(ON_CPU)  # megatron-core itself does not run without CUDA
     return Job(
         entry="megatron-core",
         variant=variant,
         command=script(
-            program, *arguments, preload=PRELOAD_MEGATRON, env={"PYTHONPATH": python_path(ON_CPU)}
+            program,
+            *arguments,
+            preload=PRELOAD_MEGATRON,
+            env={"PYTHONPATH": path_of_cpu_stand_ins},
         ),
-        groups=STAGE_A_CLUSTER,
+        groups=STAGE_A_CLUSTER,  # process groups that `holmes report` must list
         checkpoints=Checkpoints(
             save_arguments=("--save", CHECKPOINT_FOLDER, "--save-every", str(SAVED_STEP)),
             load_arguments=("--load", CHECKPOINT_FOLDER),
             rewind=rewind_megatron_core_example,
         ),
         pipeline_stages=2,
-        tolerance=EXACT,
+        tolerance=EXACT,  # the losses must equal those without holmes bit by bit
         packages=("megatron.core",),
         **fields,
     )
 
 
 def with_arguments(command: Command, *arguments: str) -> Command:
-    """Return the command with arguments added at its end."""
+    """Return a copy of the command with arguments added at its end."""
     return replace(command, words=(*command.words, *arguments))
 
 
 def megatron_lm(folder: Path) -> Command:
-    """Return the command of pretrain_gpt.py in Megatron-LM, without the distributed optimizer.
+    """Return the command of Megatron-LM's pretrain_gpt.py, without its distributed optimizer.
 
-    Megatron-LM does not load checkpoints of the distributed optimizer on CPUs.
+    On CPUs, Megatron-LM cannot load a checkpoint that the distributed optimizer saved.
     """
     command = commands.megatron_lm(folder, find_checkout("Megatron-LM"))
     words = tuple(word for word in command.words if word != "--use-distributed-optimizer")
@@ -412,9 +443,9 @@ def megatron_lm(folder: Path) -> Command:
 
 
 def megatron_deepspeed(folder: Path) -> Command:
-    """Return the command of pretrain_gpt.py in Megatron-DeepSpeed, with ZeRO 1."""
+    """Return the command of Megatron-DeepSpeed's pretrain_gpt.py, with ZeRO stage 1."""
     checkout = find_checkout("Megatron-DeepSpeed")
-    command = commands.megatron_deepspeed(folder, checkout, 1)
+    command = commands.megatron_deepspeed(folder, checkout, zero=1)
     return with_arguments(command, *MEGATRON_STEPS)
 
 
@@ -465,8 +496,11 @@ MEGATRON_JOBS = (
 
 
 def torchtitan(folder: Path) -> Command:
-    """Return the command of torchtitan with HSDP on four ranks, which may save checkpoints."""
-    command = commands.torchtitan(folder, "HSDP", 4)
+    """Return the command of a torchtitan job that trains with HSDP on four ranks.
+
+    The flag that forbids the job to save checkpoints, --checkpoint.load_only, is removed.
+    """
+    command = commands.torchtitan(folder, "HSDP", ranks=4)
     words = [word for word in command.words if word != "--checkpoint.load_only"]
     return replace(command, words=(*words, "--training.steps", str(STEPS)))
 

@@ -1,9 +1,10 @@
-"""Runs examples/megatron_core with holmes_ext.initialize_model_parallel in place of Megatron's function.
+"""Trains with the script examples/megatron_core/train.py, which calls initialize_model_parallel.
 
-    megatron_core_call.py ARGUMENTS OF THE EXAMPLE [--call-holmes]
+    megatron_core_call.py ARGUMENTS OF train.py [--call-holmes]
 
-README's table offers this call as an alternative to `--holmes`. Without --call-holmes, the program
-runs the example unchanged.
+With --call-holmes, the script calls holmes_ext.initialize_model_parallel in place of the function of
+megatron.core.parallel_state. That is one of two ways to switch holmes on; the other is the flag
+--holmes. Without --call-holmes, the script runs as it is.
 """
 
 import sys
@@ -17,7 +18,10 @@ from options import parse_args  # noqa: E402
 
 
 class ParallelStateWithHolmes:
-    """Stand-in for megatron.core.parallel_state whose initialize_model_parallel is holmes's."""
+    """Stand-in for the module megatron.core.parallel_state, with another initialize_model_parallel.
+
+    That function is the one of holmes_ext. All other attributes are those of the module.
+    """
 
     def __init__(self, parallel_state):
         import holmes_ext
@@ -26,7 +30,7 @@ class ParallelStateWithHolmes:
         self.initialize_model_parallel = holmes_ext.initialize_model_parallel
 
     def __getattr__(self, name):
-        """Return any other attribute of megatron.core.parallel_state."""
+        """Return an attribute of megatron.core.parallel_state."""
         return getattr(self.parallel_state, name)
 
 

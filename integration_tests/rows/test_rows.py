@@ -1,11 +1,12 @@
-"""Tests every entry of README's table "your job" from end to end.
+"""Trains a job for each framework and launcher that holmes supports, and compares it with stock.
 
-Each job is launched at most four times, and all of its tests share these runs:
+Stock is the same job without holmes (the torch plugin of this repository). README's table "your job"
+lists the supported frameworks and launchers. All tests of a job share these launches:
 
-    stock                5 steps without holmes, a checkpoint after step 3
-    holmes               the same with what README's table adds to the command, and with telemetry
-    holmes_from_stock    steps 4 and 5 with holmes, from the checkpoint of stock
-    stock_from_holmes    steps 4 and 5 without holmes, from the checkpoint of holmes
+    stock                trains steps 1 to 5 without holmes, and saves a checkpoint after step 3
+    holmes               trains and saves like stock, but under holmes
+    holmes_from_stock    trains steps 4 and 5 under holmes, from the checkpoint of stock
+    stock_from_holmes    trains steps 4 and 5 without holmes, from the checkpoint of holmes
 """
 
 import pytest
@@ -28,9 +29,13 @@ TORCHRUN_JOB = next(job for job in JOBS if job.launcher == "torchrun")
 
 
 def for_each(jobs):
-    """Parametrize a test over the runs of jobs, marked with their entries in README's table."""
+    """Return a decorator that runs a test once for each job.
+
+    The test receives the job's launches from the fixture `runs`.
+    """
     parameters = []
     for job in jobs:
+        # The mark names the job's row in README's table. tests/summary.py prints the results by row.
         marks = [pytest.mark.row(job.entry), pytest.mark.timeout(JOB_TIMEOUT_S)]
         parameters.append(pytest.param(job, id=job.name, marks=marks))
     return pytest.mark.parametrize("runs", parameters, indirect=True)
@@ -44,23 +49,25 @@ def launchers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs_by_job_name():
-    """Start empty; the fixture `runs` adds the runs of each job when a test first needs them."""
-    return {}
+    return {}  # the fixture `runs` adds the launches of a job when a test first needs them
 
 
 @pytest.fixture
 def runs(request, runs_by_job_name, tmp_path_factory):
-    """Return the runs of the test's job, which all tests of the job share."""
+    """Return the launches of the job that is the test's parameter, with and without holmes.
+
+    All tests of a job share one `Runs`, which launches the job when a test reads a result.
+    """
 
     def runs_of(job):
         if job.name in runs_by_job_name:
             return runs_by_job_name[job.name]
-        if job.launcher:
+        if job.launcher:  # such as srun
             start = request.getfixturevalue("launchers")
-        else:
+        else:  # the lab, which emulates the nodes, starts the processes
             start = StartInLab(request.getfixturevalue("two_clusters"))
-        # The script reads torchrun's environment variables. srun and mpirun do not set them, so that
-        # without holmes only torchrun can start the script.
+        # The script reads torchrun's environment variables, which srun and mpirun do not set. Without
+        # holmes, only torchrun can start it: all launchers are compared with that run.
         stock_of = None
         if job.launcher and job is not TORCHRUN_JOB:
             stock_of = runs_of(TORCHRUN_JOB)
@@ -88,18 +95,21 @@ def assert_close(losses, expected_losses, tolerance):
 
 @for_each(JOBS)
 def test_losses_are_stocks(runs):
-    """A job has the losses of stock in every step under holmes, and stock itself learns."""
+    """Under the plugin holmes, a job has the same loss in every step as without holmes ("stock")."""
     stock_losses = runs.stock.losses
     assert len(stock_losses) == STEPS
-    assert stock_losses[-1] < stock_losses[0]
+    assert stock_losses[-1] < stock_losses[0]  # the model learns
     assert not runs.stock.holmes_lines
     assert_close(runs.holmes.losses, stock_losses, runs.job.tolerance)
 
 
 @for_each([job for job in JOBS if job.checkpoints])
 def test_checkpoints_pass_between_stock_and_holmes(runs):
-    """A run that is resumed on the other side has the losses of the run that was not interrupted."""
-    expected_losses = runs.losses_after_saving
+    """A job under the plugin holmes resumes from a checkpoint that it saved without holmes, and vice versa.
+
+    Both resumed runs have the losses of a run that was not interrupted.
+    """
+    expected_losses = runs.losses_after_saving  # of stock
     assert len(expected_losses) == STEPS - SAVED_STEP
     assert_close(runs.holmes_from_stock.losses, expected_losses, runs.job.tolerance)
     assert_close(runs.stock_from_holmes.losses, expected_losses, runs.job.tolerance)
@@ -109,45 +119,53 @@ def test_checkpoints_pass_between_stock_and_holmes(runs):
 
 @for_each(JOBS)
 def test_all_is_as_planned_and_no_feature_is_off(runs):
-    """holmes finds both clusters, patches every feature of the job and reports no trouble."""
+    """The plugin holmes finds both clusters, patches all that the job needs, and prints no warning."""
     runs_with_holmes = [runs.holmes]
     if runs.job.checkpoints:
         runs_with_holmes.append(runs.holmes_from_stock)
     for run in runs_with_holmes:
         assert "2 clusters: ib (" in run.text
-        for trouble in TROUBLES:
+        for trouble in TROUBLES:  # beginnings of warnings
             assert trouble not in run.text, run.holmes_lines
         assert patched_features(run) >= FEATURES_OF_EVERY_JOB | runs.job.features
+    # "differences" lists what the job did otherwise than planned.
     assert runs.report_json["done"]["differences"] == []
 
 
 @for_each(JOBS)
 def test_the_report_names_ranks_groups_and_stages(runs):
-    """`holmes report` lists where each rank ran, the process groups and the pipeline's stages."""
-    report, nodes = runs.report_json, runs.start.nodes
+    """`holmes report` lists the node of each rank, the process groups and the pipeline stages.
+
+    The command summarizes a finished job, as text or as JSON. Both are checked.
+    """
+    report = runs.report_json
+    nodes = runs.start.nodes  # node of each rank
     assert report["world"] == len(nodes)
-    assert report["notes"] == []
+    assert report["notes"] == []  # nothing is missing in the records of the job
 
     reported_ranks = [(row["rank"], row["node"], row["cluster"]) for row in report["ranks"]]
     expected_ranks = [(rank, node, CLUSTER_OF[node[0]]) for rank, node in enumerate(nodes)]
     assert reported_ranks == expected_ranks
     for _, node, cluster in expected_ranks:
+        # The text has a line for each rank, with the node and the cluster in columns 1 and 2.
         assert any(line.split()[1:3] == [node, cluster] for line in runs.report.splitlines())
 
     reported_groups = {(row["kind"], row["where"], row["fabric"]) for row in report["rows"]}
     assert reported_groups >= {(group.kind, group.where, group.fabric) for group in runs.job.groups}
 
+    # Each item begins with the number of a stage whose gradients holmes reduced.
     stages_with_reductions = {stage for stage, *_ in report["done"]["reductions"]}
     if runs.job.reports_reductions:
         assert stages_with_reductions == set(range(runs.job.pipeline_stages))
     else:
         assert stages_with_reductions == set()
     if runs.job.pipeline_stages > 1:
+        # One number for each stage: its micro-batches whose backward pass is still to come.
         assert len(report["done"]["in_flight"]) == runs.job.pipeline_stages
 
 
 def test_jobs_are_those_of_readmes_table():
-    """Every entry of the table has a job, and every job an entry."""
+    """README's table "your job" has the same entries (frameworks and launchers) as JOBS."""
     rows = readme_rows((ROOT / "README.md").read_text())
     entries = {entry for row in rows for entry in row}
     assert {job.entry for job in JOBS} == entries

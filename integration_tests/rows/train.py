@@ -1,14 +1,15 @@
-"""Trains a small model by data parallelism. The script uses holmes only with `--way reducer`.
+"""Trains a small model with data parallelism, and logs the loss of each step.
 
-    train.py --log-file FILE [--way loop|reducer|ddp|fsdp1] [--save DIR [--save-after STEP]] [--load DIR]
+    train.py --log-file FILE [--way loop|reducer|ddp|fsdp1] [--save DIR --save-after STEP] [--load DIR]
 
-    loop      an all-reduce for each gradient after the backward pass
-    reducer   holmes_ext.GradientReducer in place of that loop
-    ddp       torch's DistributedDataParallel
-    fsdp1     torch's FullyShardedDataParallel, all weights sharded over all ranks
+--way selects how gradients are averaged over the ranks:
 
-Rank 0 writes one JSON line with the mean loss of each step to FILE. The process groups use NCCL on
-GPUs and gloo on CPUs.
+    loop       an all-reduce for each gradient, after the backward pass
+    reducer    holmes_ext.GradientReducer, which reduces buckets of gradients during the backward pass
+    ddp        torch's DistributedDataParallel
+    fsdp1      torch's FullyShardedDataParallel, with all weights sharded over all ranks
+
+Only `reducer` imports holmes_ext. Rank 0 writes a JSON line with the mean loss of each step to FILE.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def device_of_this_rank() -> torch.device:
-    """Return this rank's GPU, which becomes torch's current device, or the CPU if there is none."""
+    """Return the GPU of this rank, after making it torch's current device; without GPUs, the CPU."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -59,7 +60,12 @@ def new_model(device: torch.device) -> nn.Module:
 
 
 def wrap_model(model: nn.Module, way: str, device: torch.device) -> nn.Module:
-    """Return the model in torch's wrapper for data parallelism, if `way` names one."""
+    """Return the model wrapped for data parallelism.
+
+    Args:
+        way: "ddp" or "fsdp1" for the wrappers of torch. For any other value, the model itself is
+            returned.
+    """
     if way == "ddp":
         return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_BYTES / 1e6)
     if way == "fsdp1":
@@ -78,7 +84,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def batch_of(step: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return a rank's batch of a step, which is the same in every run."""
+    """Return the batch of one rank in one step. It is the same in every run of the script."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(ROWS, WIDTH, generator=generator).to(device)
 
@@ -104,14 +110,14 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int
 
 
 def main() -> nn.Module:
-    """Train, and return the model."""
+    """Train the model, write the loss of each step to the log file, and return the model."""
     args = parse_args()
     torch.set_num_threads(1)
     device = device_of_this_rank()
     dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = wrap_model(new_model(device), args.way, device)
-    # AdamW's steps would be the same with gradients that are wrong by a factor.
+    # Not AdamW: its steps do not change if all gradients are wrong by the same factor.
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     reducer = None
     if args.way == "reducer":
@@ -127,11 +133,11 @@ def main() -> nn.Module:
     for step in range(first_step, args.steps + 1):
         batch = batch_of(step, rank, device)
         if reducer:
-            reducer.arm()
+            reducer.arm()  # from now on, a gradient is sent as soon as it is computed
         loss = (model(batch) - batch.roll(1, dims=1)).square().mean()
         loss.backward()
         if reducer:
-            reducer.finish()
+            reducer.finish()  # waits until all gradients are averages
         elif args.way == "loop":
             average_gradients(model)
         optimizer.step()

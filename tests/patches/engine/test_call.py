@@ -1,4 +1,13 @@
-"""Wrappers read arguments by name, and pass on all others (engine/call.py, engine/wrap.py)."""
+"""Tests that a wrapper of a framework's function reads arguments by name, and passes on all others.
+
+A wrapper runs in place of a function, its target. The decorator `by_name` (engine/wrap.py) gives it
+
+    call        calls the target with the program's arguments, of which it may change some (engine/call.py)
+    instance    the object, if the target is a method
+    ...         the arguments of the target that have the names of the wrapper's other parameters
+
+The targets in these tests are the functions of FRAMEWORK. They return the arguments that they receive.
+"""
 
 import sys
 from types import ModuleType
@@ -38,47 +47,73 @@ class Engine:
 
 @pytest.fixture
 def framework():
-    module = sys.modules[NAME] = ModuleType(NAME)
+    module = ModuleType(NAME)
+    sys.modules[NAME] = module
     exec(FRAMEWORK, vars(module))
     yield module
     del sys.modules[NAME]
 
 
-def apply(wrap, qualname, **more):
-    patch = Patch(Feature("f", "torch>=2"), f"{NAME}:{qualname}", "a test", wrap, **more)
-    location = Location(patch)
-    location.check(patch)
+def apply(wrap, qualname, **fields):
+    """Put the wrapper in place of a function or method of FRAMEWORK, the fake framework of these tests."""
+    patch = Patch(
+        feature=Feature("f", "torch>=2"),
+        target=f"{NAME}:{qualname}",
+        reason="a test",
+        wrap=wrap,
+        **fields,
+    )
+    location = Location(patch)  # finds the target
+    location.check(patch)  # raises Misfit if the target lacks a parameter that the wrapper reads
     location.add(patch)
 
 
 @by_name
 def double(call, instance, tensor, group):
-    """Read two arguments, and change one."""
+    """Wrapper that calls its target with twice the `tensor`, and returns `group` with the result."""
     return group, call(tensor=2 * tensor)
 
 
-@pytest.mark.parametrize(
-    "name", ["inserted", "keyword_only", "any_args", "positional", "hidden", "static", "method", "of_class"]
-)
-def test_arguments_are_found_whatever_the_signature(framework, name):
-    """The same wrapper, whether `scale` stands before `group`, after it, or can be given by keyword only."""
-    holder = framework if hasattr(framework, name) else framework.Engine
-    target = getattr(holder if name != "method" else framework.Engine(0), name)
-    keywords = name == "keyword_only"
-    stock = target(tensor=10, scale=3, group="g") if name != "positional" else target(10, 3, "g")
-    stock_default = target(tensor=10) if keywords else target(10)
-    apply(double, name if holder is framework else f"Engine.{name}")
-    target = getattr(holder if name != "method" else framework.Engine(0), name)
+def function_of(framework, qualname):
+    """Return a function of the fake framework by its name, such as "hidden" or "Engine.method"."""
+    if not qualname.startswith("Engine."):
+        return getattr(framework, qualname)
+    engine = framework.Engine(0)
+    return getattr(engine, qualname.removeprefix("Engine."))
 
-    if name == "positional":
-        assert target(5, 3, "g") == ("g", stock)
-    elif name == "any_args":
-        assert target(5, "g", "more", scale=3, x=4) == ("g", ("any_args", 10, "g", ("more",), 3, {"x": 4}))
-    else:
-        assert target(tensor=5, scale=3, group="g") == ("g", stock)
-    if not keywords and name != "any_args":
-        assert target(5, 3, "g") == ("g", stock)
-    assert (target(tensor=5) if keywords else target(5)) == (None, stock_default)
+
+METHODS = ("Engine.method", "Engine.static", "Engine.of_class")
+
+
+@pytest.mark.parametrize("qualname", ["inserted", "keyword_only", "hidden", *METHODS])
+def test_arguments_by_keyword_are_found(framework, qualname):
+    """The wrapper reads `tensor` and `group`, and passes on `scale`, wherever they are in the signature."""
+    original = function_of(framework, qualname)
+    expected = original(tensor=10, scale=3, group="g")
+    expected_with_defaults = original(tensor=10)
+    apply(double, qualname)
+    patched = function_of(framework, qualname)
+    assert patched(tensor=5, scale=3, group="g") == ("g", expected)
+    assert patched(tensor=5) == (None, expected_with_defaults)
+
+
+@pytest.mark.parametrize("qualname", ["inserted", "positional", "hidden", *METHODS])
+def test_arguments_by_position_are_found(framework, qualname):
+    """The wrapper reads `tensor` and `group`, and passes on `scale`, which stands between them."""
+    original = function_of(framework, qualname)
+    expected = original(10, 3, "g")
+    expected_with_defaults = original(10)
+    apply(double, qualname)
+    patched = function_of(framework, qualname)
+    assert patched(5, 3, "g") == ("g", expected)
+    assert patched(5) == (None, expected_with_defaults)
+
+
+def test_arguments_of_a_variadic_target_are_found(framework):
+    apply(double, "any_args")
+    expected = ("any_args", 10, "g", ("more",), 3, {"x": 4})
+    assert framework.any_args(5, "g", "more", scale=3, x=4) == ("g", expected)
+    assert framework.any_args(5) == (None, ("any_args", 10, None, (), 1, {}))
 
 
 def test_a_positional_only_argument_that_was_left_out_is_changed(framework):
@@ -185,21 +220,23 @@ def test_without_a_session_the_target_is_called_as_it_was(framework):
 
 
 def test_wrappers_that_read_nothing(framework):
-    entered = []
-    running = Running()
+    """The wrappers `inside` and `Running` pass on all arguments of the method that they wrap."""
+    running = Running()  # a wrapper that lists the objects whose method is running
+    running_on_entry = []
 
     class Context:
         def __enter__(self):
-            entered.append(list(running.instances))
+            running_on_entry.append(list(running.instances))
 
         def __exit__(self, *_):
             pass
 
-    apply(inside(Context), "Engine.method")
+    apply(inside(Context), "Engine.method")  # calls the method within `with Context():`
     apply(running, "Engine.method")
     engine = framework.Engine(0)
     assert engine.method(1, group=2) == ("method", 1, 1, 2)
-    assert entered == [[engine]] and running.instances == []
+    assert running_on_entry == [[engine]]
+    assert running.instances == []
 
 
 def test_the_signature_behind_a_decorator_that_hides_it(framework):

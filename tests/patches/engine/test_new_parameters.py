@@ -1,20 +1,19 @@
-"""Checks that every patch passes on a parameter that a later release of the framework adds to its target.
+"""Tests that holmes's wrappers of framework functions pass on parameters that a later release may add.
 
-For each patch of all_patches(), with and without an active holmes session:
+holmes patches functions of torch, DeepSpeed and Megatron: a wrapper runs in place of the function, its
+target, and usually calls it. For each patch, the test does the following:
 
-1. Read the signature of the installed target (target_signatures.py), and add an optional parameter to it,
-   ADDED_PARAMETER: at the end, or before the other optional parameters.
-2. Make a fake target with this signature. It records which arguments it receives.
-3. Put the patch on the fake target, as the engine does it (`Location`). Its wrapper is an isolated copy: all
-   modules and objects that it uses are mocks (every_branch.py), so neither framework nor GPU is needed.
-4. Call the patched fake target with a mock for each parameter, the added one included.
-5. Repeat 2 to 4 for every path through the wrapper: each test of a mock is true in one run, false in another.
-6. Check each path: the added argument reached the fake target, and no argument reached it under the name of
-   another parameter. A wrapper that does the target's work itself, and does not call the target, must raise
-   a HolmesError that names the added parameter instead.
+1. It makes a fake target: a function with the signature of the installed target, and with one more optional
+   parameter, ADDED_PARAMETER. The function records which arguments it receives.
+2. It patches the fake target as holmes does, and calls it with an argument for each parameter.
+3. It repeats this for every path through the wrapper. The arguments, and all modules that the wrapper uses,
+   are mock objects (every_branch.py). Therefore the test needs neither the framework nor a GPU.
 
-New patches are checked without a change to this file. If a wrapper cannot be run in this way, add its patch
-to UNCHECKED with the reason.
+On each path, the added argument must reach the fake target, and no argument may arrive under the name of
+another parameter. A wrapper that does not call its target must instead raise a HolmesError that names the
+added parameter.
+
+If a wrapper cannot be run in this way, add its patch to UNCHECKED with the reason.
 """
 
 import inspect
@@ -22,7 +21,7 @@ import itertools
 import sys
 from dataclasses import replace
 from enum import Enum
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from every_branch import IsolatedCopies, Mock, run_every_path
@@ -53,14 +52,14 @@ PARAMETER_KINDS = (
 
 
 class Insertion(Enum):
-    """Position of the added parameter in the signature."""
+    """Position of a parameter that is added to a function's signature."""
 
     LAST = "last"
     FIRST_OPTIONAL = "before the other optional parameters"
 
 
 class CallStyle(Enum):
-    """How a program passes arguments."""
+    """Which arguments a call passes to a function, and whether by position or by keyword."""
 
     ALL_BY_POSITION = "all arguments, by position where possible"
     ALL_BY_KEYWORD = "all arguments, by keyword where possible"
@@ -68,7 +67,7 @@ class CallStyle(Enum):
 
 
 class Outcome(Enum):
-    """End of one call of the patched fake target."""
+    """How a call of a patched function ended. The call passes an argument for an added parameter."""
 
     DELIVERED = "the added argument reached the target"
     REFUSED = "a HolmesError names the added parameter"
@@ -84,43 +83,57 @@ CHECKED = {name: patch for name, patch in PATCHES.items() if name not in UNCHECK
 
 
 def with_added_parameter(signature, insertion):
-    """Return the signature with ADDED_PARAMETER, keyword-only if the target has such parameters or *args."""
-    of_kind = {kind: [] for kind in PARAMETER_KINDS}
-    for parameter in signature.parameters.values():
-        of_kind[parameter.kind].append(parameter)
+    """Return a copy of the signature with one more optional parameter, ADDED_PARAMETER.
 
-    if of_kind[Parameter.KEYWORD_ONLY] or of_kind[Parameter.VAR_POSITIONAL]:
+    The parameter is keyword-only if the signature has keyword-only parameters or *args. Otherwise it may be
+    passed by position, too.
+
+    Args:
+        signature: An inspect.Signature.
+        insertion: Whether the parameter is the last one, or stands before the other optional parameters.
+    """
+    parameters_by_kind = {kind: [] for kind in PARAMETER_KINDS}
+    for parameter in signature.parameters.values():
+        parameters_by_kind[parameter.kind].append(parameter)
+
+    if parameters_by_kind[Parameter.KEYWORD_ONLY] or parameters_by_kind[Parameter.VAR_POSITIONAL]:
         kind = Parameter.KEYWORD_ONLY
-        first_optional = 0  # keyword-only parameters need no order
+        required_count = 0  # optional keyword-only parameters may stand before required ones
     else:
         kind = Parameter.POSITIONAL_OR_KEYWORD
-        required = [parameter for parameter in of_kind[kind] if parameter.default is Parameter.empty]
-        first_optional = len(required)
+        required = [parameter for parameter in parameters_by_kind[kind] if is_required(parameter)]
+        required_count = len(required)
 
     added = Parameter(ADDED_PARAMETER, kind, default=None)
     if insertion is Insertion.LAST:
-        of_kind[kind].append(added)
+        parameters_by_kind[kind].append(added)
     else:
-        of_kind[kind].insert(first_optional, added)
-    return signature.replace(parameters=list(itertools.chain.from_iterable(of_kind.values())))
+        parameters_by_kind[kind].insert(required_count, added)
+    in_pythons_order = itertools.chain.from_iterable(parameters_by_kind.values())
+    return signature.replace(parameters=list(in_pythons_order))
+
+
+def is_required(parameter):
+    return parameter.default is Parameter.empty
 
 
 def arguments_for(signature, style, mock_for):
-    """Return (args, kwargs) of a call in this style, which includes ADDED_PARAMETER.
+    """Return (args, kwargs) for a call of a function, always with an argument for ADDED_PARAMETER.
 
     Args:
-        mock_for: Returns the argument for the parameter of this name.
+        signature: The function's signature, which contains ADDED_PARAMETER.
+        style: The CallStyle: which other arguments are passed, and whether by position or by keyword.
+        mock_for: Returns the argument, a mock object, for a parameter, given its name.
     """
     args = []
     kwargs = {}
     for parameter in signature.parameters.values():
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
             continue
-        is_required = parameter.default is Parameter.empty
         if style is CallStyle.REQUIRED_ONLY:
-            if not is_required and parameter.name != ADDED_PARAMETER:
+            if not is_required(parameter) and parameter.name != ADDED_PARAMETER:
                 continue
-            prefers_position = is_required
+            prefers_position = is_required(parameter)
         else:
             prefers_position = style is CallStyle.ALL_BY_POSITION
 
@@ -135,14 +148,30 @@ def arguments_for(signature, style, mock_for):
 
 
 def may_call_target(argument):
-    """Return whether a helper function that receives this argument may call the target, and must be run."""
+    """Return whether a function that receives this argument may call the target (the patched function).
+
+    The test runs a helper function of a wrapper if this is true for one of its arguments. Mock objects
+    replace all other functions that a wrapper calls.
+    """
     return isinstance(argument, Call) or inspect.isfunction(argument)
 
 
 class PatchedCall:
-    """One call of a patched fake target, on one path through the patch's wrapper."""
+    """A call of a patched function, which follows one path through the wrapper of the patch.
+
+    The function (the target) is a fake. It has the signature of the real function and one more parameter,
+    ADDED_PARAMETER, and records its arguments. All other objects that the wrapper uses are mock objects.
+    """
 
     def __init__(self, patch, path, target_signature, has_session):
+        """Prepare the call.
+
+        Args:
+            patch: The patch, whose wrapper is tested.
+            path: The ExecutionPath, which decides whether each test of a mock object is true.
+            target_signature: TargetSignature of the fake target.
+            has_session: Whether the wrapper sees an active session: a job that runs under holmes.
+        """
         self.patch = patch
         self.path = path
         self.signature = target_signature.signature
@@ -150,39 +179,44 @@ class PatchedCall:
         self.has_session = has_session
         self.is_delivered = False  # whether the target, or a mock, has received the added argument
         self.misplaced = []  # sentences on arguments that the target did not receive as they were given
-        self.added_argument = Mock(path, ADDED_PARAMETER)
-        self.mock = Mock(path, on_receive=self.on_receive)  # for all that is no argument
+        self.added_argument = Mock(path, label=ADDED_PARAMETER)
+        self.mock = Mock(path, on_receive=self.on_receive)  # for all that is not an argument
         self.arguments = {ADDED_PARAMETER: self.added_argument}
 
     def on_receive(self, value):
-        """Handle a value that the wrapper passes to a mock, such as a function of torch.
+        """Handle a value that the wrapper passes to a mock object, for example to one in place of torch.
 
-        The added argument counts as delivered: the wrapper passed it on. A `Call`, and a function without
-        parameters (a hook), may call the target later. It is called now, because the mock never does it.
+        If it is the added argument, the wrapper has passed it on, and it counts as delivered. If it is a
+        function that may call the target, it is called at once: the mock object will not call it.
         """
         if value is self.added_argument:
             self.is_delivered = True
-        elif isinstance(value, Call):
+        elif isinstance(value, Call):  # calls the target
             value()
-        elif inspect.isfunction(value) and not inspect.signature(value).parameters:
+        elif inspect.isfunction(value) and not inspect.signature(value).parameters:  # such as a hook
             value()
 
     def mock_for(self, name):
-        """Return the argument for a parameter: a mock whose label is the parameter's name."""
+        """Return the mock object that is the argument for the parameter of this name."""
         if name not in self.arguments:
             self.arguments[name] = Mock(self.path, name, self.on_receive)
         return self.arguments[name]
 
     def fake_target(self):
-        """Return a function with the target's signature that records how its arguments arrive."""
+        """Return a function with the target's signature, which records whether its arguments are right.
+
+        It sets `is_delivered` if the added argument arrives. It adds a sentence to `misplaced` if that
+        argument is missing, and for each argument that arrives under the name of another parameter.
+        """
 
         def target(*args, **kwargs):
-            received = self.signature.bind(*args, **kwargs).arguments
+            received = self.signature.bind(*args, **kwargs).arguments  # parameter's name -> argument
             if received.get(ADDED_PARAMETER) is self.added_argument:
                 self.is_delivered = True
             else:
                 self.misplaced.append(f"{ADDED_PARAMETER} did not arrive")
             for name, value in received.items():
+                # The label of an argument is the name of its parameter; other mock objects have none.
                 if isinstance(value, Mock) and value.label not in ("", name):
                     self.misplaced.append(f"{value.label} arrived as {name}")
             return self.mock
@@ -191,28 +225,36 @@ class PatchedCall:
         return self.decorator(target) if self.decorator else target
 
     def isolated_wrapper(self):
-        """Return the patch's wrapper, copied for this path. A wrapper of the engine itself is not copied."""
+        """Return a copy of the patch's wrapper in which mock objects replace all that it uses.
+
+        Wrappers that use nothing besides the target (Running, inside) are returned as they are.
+        """
         wrapper = self.patch.wrap
         if isinstance(wrapper, Running):
             return wrapper
-        function = inspect.unwrap(wrapper)
+        function = inspect.unwrap(wrapper)  # without the decorators by_name and with_session
         is_made_by_inside = function.__globals__ is inside.__globals__
-        takes_session = next(iter(inspect.signature(function).parameters)) == "current"
+        first_parameter = next(iter(inspect.signature(function).parameters))
+        takes_session = first_parameter == "current"  # which the decorator with_session supplies
         if is_made_by_inside or (takes_session and not self.has_session):
-            return wrapper  # with_session calls the target if there is no session
+            return wrapper  # without a session, with_session only calls the target
 
         isolated = self.isolated_copies().copy(function)
         if hasattr(wrapper, "parameters"):
             isolated = by_name(isolated)
         if not takes_session:
             return isolated
-        return lambda *arguments: isolated(self.mock, *arguments)
+        mock_session = self.mock
+        return lambda *arguments: isolated(mock_session, *arguments)
 
     def isolated_copies(self):
-        replacements = {}
+        """Return an object that copies functions, and replaces all that they use by mock objects.
+
+        If the call is to have no session, `session.active()` returns None in these copies.
+        """
+        replacements = {}  # name of a module variable -> its value, if that is not a mock object
         if not self.has_session:
-            no_session = type("NoSession", (), {"active": staticmethod(lambda: None)})
-            replacements["session"] = no_session
+            replacements["session"] = SimpleNamespace(active=lambda: None)
         return IsolatedCopies(
             mock=self.mock,
             replacements=replacements,
@@ -221,11 +263,16 @@ class PatchedCall:
         )
 
     def call(self, style):
-        """Put the patch on the fake target, and call the target as a program does."""
-        module = ModuleType(FAKE_MODULE)
+        """Patch the fake target, and call it as a program does.
+
+        Args:
+            style: The CallStyle: which arguments are passed, and whether by position or by keyword.
+        """
+        module = ModuleType(FAKE_MODULE)  # contains the fake target
         sys.modules[FAKE_MODULE] = module
         is_method = "." in self.patch.qualname
         if is_method:
+            # A class with the fake target as its method. All its other attributes are mock objects.
             module.Holder = type("Holder", (Mock,), {"target": self.fake_target()})
             self.apply_patch(f"{FAKE_MODULE}:Holder.target")
         else:
@@ -235,9 +282,10 @@ class PatchedCall:
         args, kwargs = arguments_for(self.signature, style, self.mock_for)
         if not is_method:
             module.target(*args, **kwargs)
-        elif self.decorator:
+        elif self.decorator:  # a static method or class method
             module.Holder.target(*args, **kwargs)
         else:
+            # Python passes the object as `self`.
             if "self" in kwargs:
                 del kwargs["self"]
             else:
@@ -246,18 +294,25 @@ class PatchedCall:
             holder.target(*args, **kwargs)
 
     def apply_patch(self, target):
-        """Apply an isolated copy of the patch to the fake target."""
+        """Patch the fake target with a copy of the patch that uses mock objects.
+
+        Args:
+            target: Name of the fake target, "module:function" or "module:class.method".
+        """
         if self.patch.replace:
             isolated = self.isolated_copies().copy(self.patch.replace)
             changed = replace(self.patch, target=target, replace=isolated)
         else:
             changed = replace(self.patch, target=target, wrap=self.isolated_wrapper())
-        location = Location(changed)
-        location.check(changed)
+        location = Location(changed)  # finds the fake target
+        location.check(changed)  # raises Misfit if a parameter is missing that the wrapper reads
         location.add(changed)
 
     def run(self, style):
-        """Call the patched fake target, and return how the call ended.
+        """Call the patched target, and return the Outcome of the call.
+
+        Args:
+            style: The CallStyle: which arguments are passed, and whether by position or by keyword.
 
         Raises:
             AssertionError: an argument got lost, or arrived under the name of another parameter.
@@ -267,7 +322,7 @@ class PatchedCall:
         except HolmesError as error:
             return Outcome.REFUSED if ADDED_PARAMETER in str(error) else Outcome.OTHER_ERROR
         except Mock:
-            return Outcome.OTHER_ERROR  # an error that the framework or the wrapper raises
+            return Outcome.OTHER_ERROR  # the wrapper raised an exception class of a framework, here a mock
         situation = f"{style.value}, {self.signature}, branch {self.path.decisions}"
         assert not self.misplaced, f"{self.misplaced}: {situation}"
         assert self.is_delivered, f"neither passed on nor refused: {situation}"
@@ -292,11 +347,15 @@ def test_a_new_parameter_arrives(patch, has_session):
 
 
 def check_every_path(patch, target_signature, style, has_session):
-    """Assert that no path loses the added argument, and that at least one delivers or refuses it."""
+    """Assert that no path through a patch's wrapper loses the argument for the added parameter.
+
+    On at least one path, the argument must reach the target, or an error must name the added parameter.
+    """
     outcomes = set()
 
     def run(path):
-        outcomes.add(PatchedCall(patch, path, target_signature, has_session).run(style))
+        patched_call = PatchedCall(patch, path, target_signature, has_session)
+        outcomes.add(patched_call.run(style))
 
     run_every_path(run)
     assert outcomes & {Outcome.DELIVERED, Outcome.REFUSED}, "every path ends in another error"
