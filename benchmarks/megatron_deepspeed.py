@@ -364,7 +364,7 @@ def predicted_tied_step(spec: SiteSpec, measured: Scene, hierarchical: bool) -> 
     disabled = frozenset() if hierarchical else frozenset({TIED_FEATURE})
     options = Options(off=disabled)
     return predicted_step(
-        "deepspeed", spec, model, Sizes(pipeline=2), forward_seconds, options, cut=hierarchical
+        "deepspeed", spec, model, Sizes(pipeline=2), forward_seconds, options, tied=hierarchical
     )
 
 
