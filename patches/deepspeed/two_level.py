@@ -111,8 +111,9 @@ def _two_level_all_reduce_of(group: Any, size: int) -> Any:
         _planned_reductions[group] = reduction
     is_over_clusters = bool(reduction.clusters)
     two_levels = is_over_clusters and size >= reduction.two_level_from
-    # Record how the gradients were reduced. A later check compares this with the plan. reported=True: the user
-    # knows already why the reduction does not overlap with the backward pass, because reduce.py prints it.
+    # Record how the gradients were reduced. A later check compares this with the plan. reported=True: the
+    # user knows already why the reduction does not overlap with the backward pass, because reduce.py prints
+    # it.
     session.note_reduction(group_ranks(group), _reduction_for_engine(reduction), size, two_levels=two_levels,
                            overlap=False, reported=True)
     if not two_levels:
