@@ -61,7 +61,7 @@ def _save_with_split(current, call, instance, save_dir, tag, save_latest):
     result = call(tag=tag, save_latest=False)  # ends with a barrier over all ranks
     if instance.global_rank == 0:
         latest = folder.with_name("latest")
-        write_whole(latest, folder.name)
+        write_whole(latest, folder.name)  # replaces the file at once: it is never incomplete
     dist.barrier()  # `latest` exists when save_checkpoint returns on any rank
     return result
 

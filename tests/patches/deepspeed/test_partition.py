@@ -1,4 +1,4 @@
-"""deepspeed-partition: borders from a plan's stages, and the user's own list."""
+"""Tests how patches/deepspeed/partition.py divides the layers of a PipelineModule among pipeline stages."""
 
 from types import SimpleNamespace
 
@@ -69,8 +69,10 @@ def test_deepspeeds_own_split_is_kept_where_the_plans_takes_its_place(monkeypatc
 
 
 def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
-    """The real PipelineModule, one process: borders given by the script; undone, it refuses them as
-    before."""
+    """With the patch, DeepSpeed's PipelineModule accepts the first layer of each stage as partition_method.
+
+    After the patch is undone, DeepSpeed refuses it again.
+    """
     pipe = pytest.importorskip("deepspeed.runtime.pipe.module")
     from holmes_ext.patches import Registry
     from holmes_ext.patches.deepspeed.partition import PATCHES
