@@ -214,7 +214,7 @@ def _announce_shapes(call, instance, buffer, recv_stage):
     another shape would never arrive. The mailbox, which sends the activations, compares each with the
     recorded shapes and raises an error instead.
     """
-    if _mailbox is None:
+    if _mailbox is None:  # e.g. the backend is neither gloo nor NCCL
         return call()
     peer = instance.grid.stage_to_global(stage_id=recv_stage)
     _mailbox.announce((), peer)  # no shapes: the mailbox checks nothing that _send_tensor_meta itself sends
@@ -240,7 +240,7 @@ def _exclude_shape_messages(call, instance, send_stage):
 
 @cache
 def _schedule_class() -> type:
-    """Define and return PlannedSchedule, a subclass of DeepSpeed's TrainSchedule.
+    """Define and return PlannedSchedule: DeepSpeed's TrainSchedule with the passes in a planned order.
 
     The class is defined in a function because this module is imported before DeepSpeed is.
     """
@@ -404,7 +404,7 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     if _mailbox is None or instance.num_stages == 1 or type(pipe_schedule) is not TrainSchedule:
-        return call()
+        return call()  # DeepSpeed's _exec_schedule, with DeepSpeed's own schedule
     plan = current.plan_for(grid_sizes(current, instance.grid))
     flight = flight_of(plan, network_api_of(backend_of()))  # the planned order of passes
     if not flight:

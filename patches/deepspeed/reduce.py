@@ -79,7 +79,7 @@ def unsupported(engine: Any) -> str | None:
 
 
 class _Overlap:
-    """The overlapped gradient reduction of one DeepSpeed pipeline engine."""
+    """Gradient reduction of one DeepSpeed pipeline engine that runs during its last backward pass."""
 
     def __init__(self, engine: Any):
         self.engine = engine
@@ -97,7 +97,7 @@ class _Overlap:
         return self.reducer is not None and self.reducer.armed
 
     def prepare(self) -> None:
-        """Make the reducer, which sends gradients in buckets during a backward pass.
+        """Make the reducer, which averages gradients in buckets during a backward pass.
 
         An existing reducer is used again if the same parameters are trained. Otherwise, as after a layer was
         frozen, a new one replaces it. The reducer divides and sums like DeepSpeed's allreduce_bucket.
@@ -131,7 +131,7 @@ class _Overlap:
 def overlap_of(engine: Any) -> _Overlap | None:
     """Return the overlapped gradient reduction of a DeepSpeed engine, or None if DeepSpeed's own is used.
 
-    The first call decides:
+    Overlapped means that it runs during the last backward pass of a step. The first call decides:
 
     - Without a plan, every stage overlaps its reduction with the backward pass.
     - With a plan, a stage overlaps it if the plan says so.
@@ -184,7 +184,7 @@ def _start_countdown(call, instance, pipe_schedule):
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    if instance.optimizer is None:
+    if instance.optimizer is None:  # evaluation only
         return call()
     overlap = overlap_of(instance)  # None if DeepSpeed's own reduction is used
     if overlap is not None:
@@ -198,17 +198,20 @@ def _run_backward(call, instance):
     """Run one backward pass. If it is the last one of the batch, reduce gradients at the same time.
 
     DeepSpeed accumulates gradients over the micro-batches, so each becomes final in the last backward pass.
-    The reducer sends them in buckets, each as soon as all its gradients are final.
+    An object called the reducer averages them in buckets over the data-parallel ranks. It sends a bucket as
+    soon as all gradients in it are final.
     """
     overlap = overlap_of(instance)  # None if DeepSpeed's own reduction is used
     if overlap is None:
-        return call()
+        return call()  # DeepSpeed's _exec_backward_pass
     overlap.backwards_left -= 1  # _start_countdown has set it to the number of micro-batches
     if overlap.backwards_left != 0:
         return call()
     overlap.prepare()  # makes the reducer
     overlap.reducer.arm(hold=overlap.holds)  # hold=True: send no bucket before _send_held_buckets runs
-    with overlap.source.folding():  # BF16_Optimizer's float32 sums: add each gradient when its bucket is sent
+    # BF16_Optimizer has float32 sums of gradients. Inside last_backward(), each gradient is added to its sum
+    # when its bucket is sent.
+    with overlap.source.last_backward():
         return call()
 
 
@@ -238,7 +241,8 @@ def _finish_reduction(call, instance):
         return call()  # DeepSpeed's own reduction
     call.refuse_unknown()  # raise if a later DeepSpeed passes arguments that this function does not have
     overlap.reducer.finish()  # sends the last gradients, and waits
-    overlap.source.after()  # ZeRO 1: puts the partition of this rank together, as DeepSpeed's function does
+    # ZeRO 1: collect the gradients of this rank's partition, as DeepSpeed does after its own reduction.
+    overlap.source.after_reduction()
 
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"

@@ -63,15 +63,15 @@ _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
 }  # fmt: skip
 
 
-def read_by_version(name: str, of: Any) -> Any:
+def read_by_version(name: str, holder: Any) -> Any:
     """Return a setting of a DeepSpeed engine or optimizer, whichever release of DeepSpeed is installed.
 
     Args:
         name: A key of _TABLE, such as "zenflow".
-        of: The engine or the optimizer: what the functions in _TABLE for this setting take.
+        holder: The engine or optimizer that has the setting. _TABLE says which of them.
     """
     installed = release_of(installed_version("deepspeed") or "")
     # From the newest to the oldest, those for the installed release.
     readers = (reader for since, reader in reversed(_TABLE[name]) if Version(since) <= installed)
     newest_reader = next(readers)
-    return newest_reader(of)
+    return newest_reader(holder)
