@@ -62,20 +62,20 @@ def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch
 
     def deepspeeds_save(save_dir, tag=None, client_state={}, save_latest=True):  # noqa: B006 - as DeepSpeed's
         recorded = checkpoints.saved_split(tmp_path / tag, engine.module, tensor=1)
-        assert recorded == Split((0, 2, 7), tensor=1)
-        assert not save_latest
+        assert recorded == Split((0, 2, 7), tensor=1)  # the pipeline stages have been recorded before
+        assert not save_latest  # the patch writes `latest` itself
         assert latest.read_text() == "former"
         if client_state:
             raise OSError("full")
         return True
 
-    def save(*args, **kwargs):
+    def save(*args, **kwargs):  # the patched save_checkpoint
         latest.write_text("former")
         return checkpoints._save_with_split(deepspeeds_save, engine, args, kwargs)
 
     assert save(str(tmp_path), "mine") is True
     assert latest.read_text() == "mine"
-    assert save(str(tmp_path), save_latest=True) is True
+    assert save(str(tmp_path), save_latest=True) is True  # without a tag
     assert latest.read_text() == "global_step7"
     save_latest = False
     assert save(str(tmp_path), "x", {}, save_latest) is True

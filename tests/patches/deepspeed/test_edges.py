@@ -81,8 +81,8 @@ def computations(instructions):
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(2, 4), (3, 5), (4, 8), (4, 2)])
-def test_1f1bs_own_number_is_the_engines_order(stages, micro_batches):
-    """With as many micro-batches in flight as 1F1B, the schedule has the passes of DeepSpeed's schedule."""
+def test_in_flight_numbers_of_1f1b_give_deepspeeds_order(stages, micro_batches):
+    """If stages begin as many micro-batches as in 1F1B, the planned schedule is DeepSpeed's schedule."""
     in_flight_of_1f1b = tuple(range(stages, 0, -1))  # the first stage has `stages`, the last one 1
     for stage in range(stages):
         stock = stock_schedule(stages, micro_batches, stage)
@@ -97,8 +97,10 @@ class SimulatedStage:
     """A pipeline stage that executes the instructions of a schedule without a model.
 
     Args:
-        sent: Pair (stage, "activation" or "gradient") -> number of messages that this stage has sent and its
-            neighbour has not received. All stages share this dictionary.
+        stage: Number of the stage.
+        instructions: Instructions of DeepSpeed's pipeline engine, such as RecvGrad.
+        sent: Number of messages that were sent and not yet received, by (stage of the sender, "activation" or
+            "gradient"). All stages share this dictionary.
     """
 
     def __init__(self, stage, instructions, sent):
@@ -108,7 +110,10 @@ class SimulatedStage:
         self.used_buffers = set()  # buffers with activations that a backward pass still needs
 
     def run(self):
-        """Execute instructions until one has to wait for a message. Return whether any was executed."""
+        """Execute instructions until one has to wait for a message.
+
+        Return whether any instruction was executed.
+        """
         has_moved = False
         while self.instructions and not self._must_wait(self.instructions[0]):
             self._execute(self.instructions.popleft())
@@ -116,7 +121,7 @@ class SimulatedStage:
         return has_moved
 
     def _awaited(self, instruction):
-        """Return the key in `sent` of the message that an instruction receives, or None."""
+        """Return the message that an instruction receives as (stage of the sender, kind of message), or None."""
         name = type(instruction).__name__
         if name == "RecvActivation":
             return self.stage - 1, "activation"
@@ -146,9 +151,10 @@ class SimulatedStage:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_sends_meet_receives_and_buffers_suffice(seed):
-    """The instructions of all stages can be executed to the end, and all messages are received.
+    """All stages of a random pipeline can execute all their instructions, and receive all messages.
 
-    Number of stages, of micro-batches and of micro-batches in flight are random.
+    `in_flight` has, for each stage, the largest number of micro-batches between their forward and their
+    backward pass. Each of them needs its own buffer.
     """
     rng = random.Random(seed)
     stages, micro_batches = rng.randint(2, 5), rng.randint(1, 10)
@@ -166,10 +172,10 @@ def test_sends_meet_receives_and_buffers_suffice(seed):
     assert not any(sent.values())
 
 
-def test_what_is_let_go_has_arrived():
+def test_released_tensors_have_arrived():
     """A stage releases a sent tensor only when the neighbouring stage must have received it.
 
-    Stage 0 may have 3 micro-batches in flight, stage 1 only 1.
+    Up to 3 micro-batches on stage 0, and 1 on stage 1, are between their forward and their backward pass.
     """
     in_flight, micro_batches = (3, 1), 4
     none_yet = -1
@@ -211,11 +217,10 @@ def engine(monkeypatch):
     registry.undo()
 
 
-def test_the_number_of_micro_batches_makes_nothing_forgotten(engine):
-    """set_train_batch_size does not delete the recorded sizes of messages.
+def test_set_train_batch_size_keeps_the_record(engine):
+    """DeepSpeed's set_train_batch_size does not delete the recorded sizes of messages between stages.
 
-    The record is of one micro-batch, and only their number changes. Megatron-DeepSpeed calls
-    set_train_batch_size before every step.
+    The record is of one micro-batch. A new batch size changes only the number of micro-batches.
     """
     for batch_size, micro_batches in ((8, 4), (16, 8), (8, 4)):  # a micro-batch has 2 samples
         engine.set_train_batch_size(batch_size)
@@ -223,7 +228,7 @@ def test_the_number_of_micro_batches_makes_nothing_forgotten(engine):
         assert edges._mailbox.knows  # the record exists
 
 
-def test_other_shapes_are_learned_anew(engine):
-    """DeepSpeed's reset_activation_shape deletes the recorded sizes of messages."""
+def test_reset_activation_shape_deletes_the_record(engine):
+    """DeepSpeed's reset_activation_shape deletes the recorded sizes of messages between stages."""
     engine.reset_activation_shape()
     assert not edges._mailbox.knows  # the record is empty
