@@ -68,7 +68,7 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
 
     return training.FrameworkAdapter(
         "DeepSpeed", lambda: _weights(engine), lambda: get_accelerator().current_device_name(),
-        lambda: _written(engine), {"sizes": _sizes(engine)}, lambda settings: refusal(engine, settings),
+        lambda: _update_model_weights(engine), {"sizes": _sizes(engine)}, lambda settings: refusal(engine, settings),
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def _weights(engine: Any) -> training.WeightShards:
     pipeline, tensor = (_of_axis(engine, axis, "rank", 0) for axis in _AXES)
 
     def has_moved() -> bool:
-        """Return whether DeepSpeed has put the weights into other memory since."""
+        """Return whether DeepSpeed has moved the weights to other memory since this result was made."""
         return any(view.data_ptr() != address for view, address in addresses)
 
     return training.WeightShards(f"pipeline {pipeline}, tensor {tensor}", tensors, parts, has_moved)
@@ -226,7 +226,7 @@ def _pieces_of_zero_3(parameters: list[Any], partition: Any) -> Iterator[_Piece]
         position += part_length
 
 
-def _written(engine: Any) -> None:
+def _update_model_weights(engine: Any) -> None:
     """Bring the model's weights up to date after the optimizer's float32 weights were changed.
 
     All data-parallel ranks must call this function, because some optimizers gather weights from all of them.

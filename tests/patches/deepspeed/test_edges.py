@@ -121,7 +121,7 @@ class SimulatedStage:
         return has_moved
 
     def _awaited(self, instruction):
-        """Return the message that an instruction receives as (stage of the sender, kind of message), or None."""
+        """Return (stage of the sender, kind) of the message that an instruction receives, or None."""
         name = type(instruction).__name__
         if name == "RecvActivation":
             return self.stage - 1, "activation"
