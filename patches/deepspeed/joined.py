@@ -67,9 +67,13 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
     from deepspeed.accelerator import get_accelerator
 
     return training.FrameworkAdapter(
-        "DeepSpeed", lambda: _weights(engine), lambda: get_accelerator().current_device_name(),
-        lambda: _update_model_weights(engine), {"sizes": _sizes(engine)}, lambda settings: refusal(engine, settings),
-    )  # fmt: skip
+        "DeepSpeed",
+        lambda: _weights(engine),
+        lambda: get_accelerator().current_device_name(),
+        lambda: _update_model_weights(engine),
+        {"sizes": _sizes(engine)},  # must be the same in all joined jobs
+        lambda settings: refusal(engine, settings),
+    )
 
 
 #: DeepSpeed's optimizers that contain a torch optimizer, and that _pieces() handles.
