@@ -111,7 +111,7 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
         stages: Number of pipeline stages.
 
     Raises:
-        HolmesError: An entry is no int, there are not stages + 1 of them, or they do not rise from 0 to specs.
+        HolmesError: An entry is no int, there are not stages + 1, or they do not rise from 0 to specs.
     """
     problem = ""
     if not all(type(border) is int for border in borders):
