@@ -1,12 +1,17 @@
-"""Checks that a DeepSpeed pipeline checkpoint is loaded under the split that it was saved with.
+"""Refuses to load a DeepSpeed pipeline checkpoint that was saved with other pipeline stages.
 
-The split of a checkpoint is the first module of each pipeline stage, and the number of tensor-parallel ranks.
-DeepSpeed's native pipeline checkpoints load under no other split.
+DeepSpeed's pipeline engine saves one file for each stage and tensor-parallel rank. It can load them only if
+the job has the same stages and tensor-parallel size. Otherwise it fails halfway, and the error does not name
+the cause. This module compares them first:
 
-    save    Rank 0 records the split in holmes_split.json, in the checkpoint's folder. `latest`, the file that
-            names the checkpoint to resume from, is written when all ranks have written their files.
-    load    The recorded split is compared with that of the job. A checkpoint without holmes_split.json was
-            saved without holmes, and has the split that DeepSpeed itself makes of the model.
+    save    Rank 0 writes holmes_split.json into the folder of the checkpoint. The file records the split: the
+            first layer of each stage, and the tensor-parallel size.
+    load    If the recorded split is not that of the job, the job ends with an error that names both splits. A
+            checkpoint without holmes_split.json was saved without holmes: its split is the one that DeepSpeed
+            itself makes of the model.
+
+The module also delays the file `latest`, which names the checkpoint to resume from. Rank 0 writes it only
+after all ranks have written their files.
 """
 
 from __future__ import annotations
@@ -25,42 +30,44 @@ from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 
-#: File in the folder of a checkpoint that records which modules each stage had when it was saved.
+#: File in the folder of a checkpoint that records the first layer of each pipeline stage when it was saved.
 SPLIT = "holmes_split.json"
 
 
 @with_session
 @by_name
 def _save_with_split(current, call, instance, save_dir, tag, save_latest):
-    """Save a checkpoint with a record of its split, and name it in `latest` only when it is complete.
+    """Save a checkpoint, and name it in the file `latest` only when all ranks have written their files.
 
-    A job resumes from the checkpoint that the file `latest` names. DeepSpeed's rank 0 writes `latest` as soon
-    as its own files are written: if another rank dies before it has written its files, `latest` names an
-    incomplete checkpoint. DeepSpeed is therefore called here without `latest`. That call ends with a barrier
-    over all ranks; then rank 0 writes `latest`, and a second barrier keeps the other ranks from going on
-    before that.
+    A job resumes from the checkpoint that `latest` names. In DeepSpeed rank 0 writes `latest` after its own
+    files. If another rank dies before it has written its files, `latest` names an incomplete checkpoint.
+
+    For a pipeline engine, rank 0 also records the split: the first layer of each pipeline stage, and the
+    tensor-parallel size.
     """
     tag = str(tag or f"global_step{instance.global_steps}")  # DeepSpeed's default
     folder = Path(save_dir, tag)
-    if instance.global_rank == 0 and hasattr(instance.module, "parts"):  # only a pipeline module has parts
+    is_pipeline = hasattr(instance.module, "parts")
+    if instance.global_rank == 0 and is_pipeline:
         _record_split(folder, instance)
     if not save_latest:
-        return call(tag=tag)
+        return call(tag=tag)  # DeepSpeed's save_checkpoint
     if read_by_version("decoupled_checkpoint", instance):
-        # This checkpoint engine writes its files in the background. Only DeepSpeed knows when they are
-        # complete, and writes `latest` then.
+        # This checkpoint engine of DeepSpeed writes files in the background. DeepSpeed writes `latest` when
+        # they are complete.
         return call(tag=tag)
     import deepspeed.comm as dist
 
-    result = call(tag=tag, save_latest=False)
+    result = call(tag=tag, save_latest=False)  # ends with a barrier over all ranks
     if instance.global_rank == 0:
-        write_whole(folder.with_name("latest"), folder.name)
-    dist.barrier()
+        latest = folder.with_name("latest")
+        write_whole(latest, folder.name)  # replaces the file at once: it is never incomplete
+    dist.barrier()  # `latest` exists when save_checkpoint returns on any rank
     return result
 
 
 def _record_split(folder: Path, engine: Any) -> None:
-    """Write the split of a pipeline engine into holmes_split.json."""
+    """Write the first layer of each pipeline stage, and the tensor-parallel size, into holmes_split.json."""
     document = {
         "version": 1,
         "tensor": engine.grid.model_parallel_size,
@@ -72,14 +79,14 @@ def _record_split(folder: Path, engine: Any) -> None:
 
 @dataclass(frozen=True)
 class Split:
-    """Modules of each pipeline stage, and tensor-parallel size, of a checkpoint or a job."""
+    """Pipeline stages and tensor-parallel size of a checkpoint or a job. DeepSpeed calls layers modules."""
 
-    parts: tuple[int, ...]  # the first module of each stage, and the end; () if only `files` is known
-    tensor: int  # tensor-parallel ranks of each stage
-    files: int = 0  # model files of a checkpoint, if they are not as many as this job's
+    parts: tuple[int, ...]  # index of the first module of each stage, then their number; () if not known
+    tensor: int  # tensor-parallel ranks of each stage; 0 if not known
+    files: int = 0  # if `parts` is not known: the number of model files of the checkpoint
 
     def __str__(self) -> str:
-        """Return the split in words, e.g. "stages of 4+7 modules x tensor 2"."""
+        """Return a text for messages, e.g. "stages of 4+7 modules x tensor 2"."""
         if not self.parts:
             return f"{self.files} stages x tensor ranks"
         sizes = "+".join(str(end - start) for start, end in zip(self.parts, self.parts[1:]))
@@ -90,12 +97,15 @@ class Split:
 
 
 def saved_split(folder: Path, module: Any, tensor: int) -> Split:
-    """Return the split of the checkpoint in a folder.
+    """Return the pipeline stages and the tensor-parallel size with which a checkpoint was saved.
 
-    A checkpoint without holmes_split.json was saved without holmes. If it has as many files as a checkpoint
-    of this job, its split is the one that DeepSpeed itself makes of the model.
+    - If the folder has the file holmes_split.json, the answer is in it.
+    - Otherwise the checkpoint was saved without holmes. If it has as many files as this job would save,
+      its stages are those that DeepSpeed itself makes of the model.
+    - If it has another number of files, only this number is known.
 
     Args:
+        folder: The folder of the checkpoint.
         module: The PipelineModule of this job.
         tensor: The tensor-parallel size of this job.
 
@@ -113,16 +123,25 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
     file_count = len(list(folder.glob("mp_rank_*_model_states.pt")))  # one for each stage and tensor rank
     if file_count != module.num_stages * tensor:
         return Split(parts=(), tensor=0, files=file_count)
-    parts = stock_parts.get(module, module.parts)
+    parts = stock_parts.get(module, module.parts)  # stock_parts has DeepSpeed's own, if they were replaced
     return Split(parts=tuple(map(int, parts)), tensor=tensor)
 
 
 def ways_out(folder: Path, saved: Split, own_split: Split, module: Any) -> str:
-    """Return in words how the user can still load a checkpoint of another split.
+    """Return a text that says how the user can load a checkpoint that was saved with other pipeline stages.
 
-    - Resume with the saved layers of each stage, if the checkpoint has this job's number of stages and tensor
-      ranks, and a plan can make its stages.
-    - Convert the checkpoint to DeepSpeed's universal format, which needs files of a ZeRO or bf16 optimizer.
+    The text has up to two suggestions:
+
+    - Give the stages of this job the layers of the saved stages. That is possible if checkpoint and job have
+      the same number of stages and the same tensor-parallel size.
+    - Convert the checkpoint to DeepSpeed's universal format. That is possible if the checkpoint has optimizer
+      files of ZeRO or of BF16_Optimizer. If not, the text says so.
+
+    Args:
+        folder: The folder of the checkpoint.
+        saved: Stages and tensor-parallel size of the checkpoint.
+        own_split: Stages and tensor-parallel size of this job.
+        module: The PipelineModule of this job.
     """
     suggestions = []
     has_same_sizes = len(saved.parts) == len(own_split.parts) and saved.tensor == own_split.tensor
@@ -147,48 +166,60 @@ def ways_out(folder: Path, saved: Split, own_split: Split, module: Any) -> str:
 
 
 def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
-    """Return the number of transformer blocks of each stage; [] if no plan makes exactly these stages.
+    """Return the number of transformer blocks of each pipeline stage.
+
+    Return [] if the stages do not follow from these numbers. An example is a stage without blocks, or one
+    that begins between two blocks: a plan, which has only the numbers, cannot describe such stages.
 
     Args:
-        parts: The first module of each stage, and the end.
+        module: The PipelineModule, whose layers are counted.
+        parts: Index of the first layer of each stage, and then the number of layers.
     """
     names = [class_name(spec) for spec in module._layer_specs]
     block_class = most_frequent(names)
     if block_class is None:
         return []
     layers = [names[start:end].count(block_class) for start, end in zip(parts, parts[1:])]
-    if not all(layers) or borders_of(names, layers, "") != list(parts):
+    if not all(layers):  # a stage without blocks
+        return []
+    if borders_of(names, layers, source="") != list(parts):
         return []
     return layers
 
 
 def tag_of(load_dir: str | Path, tag: str | None) -> str | None:
-    """Return the tag of the checkpoint that DeepSpeed loads: the given one, or the one in `latest`."""
+    """Return the tag of the checkpoint that DeepSpeed will load, i.e. the name of its folder.
+
+    Without a given tag, it is the content of the file `latest`; None if that file does not exist.
+    """
     if tag is not None:
         return tag
     latest = Path(load_dir, "latest")
-    return latest.read_text().strip() if latest.exists() else None
+    if not latest.exists():
+        return None
+    return latest.read_text().strip()
 
 
 @with_session
 @by_name
 def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only):
-    """Load a checkpoint, unless it is a native pipeline checkpoint with another split than the job's.
+    """Load a checkpoint, or raise an error if it was saved with another split than this job has.
 
-    Under another split of layers or tensors DeepSpeed fails halfway, in errors that do not name the cause.
-    The universal checkpoint, and loading the weights alone, work with any split.
+    The split is the first layer of each pipeline stage, and the tensor-parallel size. With another split,
+    DeepSpeed's pipeline engine fails halfway, and its error does not name the cause. A universal checkpoint
+    works with any split, and so does loading only the weights.
 
     Raises:
-        HolmesError: The splits differ, on rank 0. The message names both, and what the user can do.
-        RemoteError: The splits differ, on the other ranks: only rank 0 prints the message.
+        HolmesError: On rank 0, the splits differ. The message has both, and what the user can do.
+        RemoteError: On other ranks, the splits differ. Only rank 0 prints the message.
     """
     module = instance.module
     folder = Path(load_dir, str(tag_of(load_dir, tag)))
     is_pipeline = hasattr(module, "parts")
     if load_module_only or not is_pipeline or instance.load_universal_checkpoint():
-        return call()  # loads under any split
+        return call()  # DeepSpeed's load_checkpoint, which works with any split in these cases
     if not folder.is_dir():
-        return call()  # DeepSpeed itself reports a missing folder
+        return call()  # DeepSpeed reports the missing folder
 
     own_split = Split(parts=tuple(map(int, module.parts)), tensor=instance.grid.model_parallel_size)
     saved = saved_split(folder, module, own_split.tensor)

@@ -1,32 +1,34 @@
-"""Hides the transfer time between the stages of DeepSpeed's pipeline engine behind computation.
+"""Runs DeepSpeed's pipeline engine in a planned order of passes; messages travel in the background.
 
-    DeepSpeed   1F1B (TrainSchedule). p2p.send and p2p.recv block, so that a stage computes nothing while a
-                message travels.
-    holmes      1F1B with more forward passes before a stage's first backward pass, as many as the plan has.
-                Messages travel in the background.
+DeepSpeed's engine uses the 1F1B schedule (its class TrainSchedule). Its functions p2p.send and p2p.recv
+block: a pipeline stage computes nothing while an activation or a gradient travels. This module replaces both:
 
-                stage 0  F F F B F B F B ...   a round trip of half a stage's time per micro-batch is hidden
-                stage 1      F B F B F B ...   by one more micro-batch in flight (plan/cost/pipeline.py)
+    schedule    A stage runs more forward passes (F) before its first backward pass (B) than in 1F1B. It can
+                compute these while it waits for a gradient from the next stage:
+
+                    1F1B      stage 0   F F B F B F B ...      planned   stage 0   F F F B F B F B ...
+                              stage 1     F B F B F B ...                stage 1       F B F B F B ...
+
+    transfers   Sends return at once. Receives are posted before the pass that needs the message.
 
 Terms:
 
-    edge      the link between two neighbouring stages
-    flight    the plan's order of passes: the number of micro-batches in flight of each stage (ReceiveOrder),
-              or a list of all passes (ListedOrder; runtime/groups/receive_order.py)
-    mailbox   sends messages and posts receives in the background (runtime/groups/mailbox.py). It learns in
-              the first training step, which runs DeepSpeed's own schedule, which messages a micro-batch has.
-    wire      how tensors travel over an edge: unchanged, or between clusters compressed to bf16 or int8
-              (--holmes-edges; runtime/groups/wire.py)
+    in flight   a micro-batch whose forward pass has begun, and whose backward pass has not ended
+    flight      the planned order of passes, usually made from the number of micro-batches in flight of each
+                stage (runtime/groups/receive_order.py)
+    edge        the connection between two neighbouring stages
+    mailbox     sends and receives messages in the background (runtime/groups/mailbox.py)
+    wire        the format in which tensors travel over an edge: unchanged, bf16 or int8 (--holmes-edges)
 
-A stage runs the passes of its micro-batches in DeepSpeed's order, so gradients are summed in the same order.
+A stage runs the backward passes in DeepSpeed's order, so gradients are summed in the same order.
 
-No stage waits for ever. Stage s holds at most k[s] micro-batches, with k[s] >= k[s + 1].
+Why no stage waits for ever: let k[s] be the number of micro-batches in flight of stage s. The plan has
+k[s] >= k[s + 1] for all s.
 
-- The backward pass of micro-batch m on stage s needs the gradient from stage s + 1, which stage s + 1
-  computes right after its forward pass of micro-batch m + k[s + 1] - 1. For that it needs the activation of
-  that micro-batch from stage s.
-- Stage s runs its backward pass of micro-batch m right after its forward pass of micro-batch m + k[s] - 1,
-  so it has sent that activation before, because k[s] >= k[s + 1].
+- Stage s runs the backward pass of micro-batch m right after the forward pass of micro-batch m + k[s] - 1.
+- The backward pass needs a gradient from stage s + 1. That stage computes it right after the forward pass of
+  micro-batch m + k[s + 1] - 1, for which it needs an activation from stage s.
+- Stage s has sent this activation before its own backward pass, because k[s] >= k[s + 1].
 
 The order of all passes therefore has no cycle, nor has the order of the messages (receive_order.py).
 """
@@ -59,22 +61,26 @@ _mailbox: Mailbox | None = None
 
 
 def _mailbox_in_use() -> Mailbox | None:
-    """Return the mailbox while a training step runs whose messages it transfers, else None."""
+    """Return the mailbox, which transfers the messages between pipeline stages, or None if it is idle.
+
+    The mailbox transfers messages during training steps only. In evaluation, for example, it is idle.
+    """
     if _mailbox is None:
         return None
-    is_learning = _mailbox.listening  # the first step, whose messages the mailbox records
-    if _mailbox.open or is_learning:
+    is_recording = _mailbox.listening  # the first step, in which the mailbox records what is sent
+    is_transferring = _mailbox.open  # a later step
+    if is_transferring or is_recording:
         return _mailbox
     return None
 
 
 def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
-    """Return why the planned schedule cannot run on this engine, or None if it can.
+    """Return why a DeepSpeed engine cannot run the planned order of passes, or None if it can.
 
-    The reason depends only on the configuration of the engine: it is the same on all ranks.
+    All ranks get the same answer, because it depends only on the engine's type and configuration.
 
     Args:
-        flight: The plan's order of passes; None to check the engine alone.
+        flight: The planned order of forward and backward passes. If it is None, only the engine is checked.
     """
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -84,7 +90,7 @@ def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
         return "shapes change from batch to batch"
     if not isinstance(flight, ListedOrder):
         return None
-    # The plan lists every pass (--holmes-passes auto), and may split a backward pass into two.
+    # A ListedOrder lists every pass (--holmes-passes auto), and may split a backward pass into two.
     if engine.zero_optimization() and not engine.using_bf16_optimizer:
         return "ZeRO's optimizer takes each gradient once, --holmes-passes auto makes them in two passes"
     planned_count = flight.schedule.micro_batches
@@ -96,32 +102,36 @@ def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
 @with_session
 @by_name
 def _make_mailbox(current, call, instance, grid):
-    """Make the mailbox of this pipeline stage, after DeepSpeed prepared its p2p.
+    """Make the mailbox, which sends and receives the messages of this pipeline stage in the background.
 
-    Every pair of neighbouring stages gets two process groups, one for activations and one for gradients, so
-    that neither direction waits for the other. All ranks make these groups here, in the same order.
+    DeepSpeed calls the patched function, p2p.init_process_groups, on all ranks when a pipeline engine is
+    made. All ranks therefore also make the process groups of the mailbox here. Each pair of neighbouring
+    stages gets two groups, one for activations and one for gradients, so that neither direction waits for the
+    other.
     """
     global _mailbox
     import torch.distributed as dist
 
-    result = call()
-    _mailbox = None  # that of an earlier engine
+    result = call()  # DeepSpeed's init_process_groups
+    _mailbox = None  # forget the mailbox of an earlier engine
     if not network_api_of(backend_of()):  # the backend is neither gloo nor NCCL
         return result
-    # p2p_groups is a ring: two stages appear in both orders, a single stage is paired with itself.
+    # grid.p2p_groups has a pair of ranks for each stage and the next one, and for the last stage and the
+    # first. Two stages therefore appear in both orders, and a single stage is paired with itself.
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
     stage_of_rank = {grid.stage_to_global(stage_id=stage): stage for stage in range(grid.pipe_parallel_size)}
     _mailbox = of_pairs(pairs, current.rank, stages=stage_of_rank, pipeline=dist.group.WORLD)
-    groups_by_peer.update(_mailbox.by_peer)  # for p2p.py, which transfers messages outside training steps
+    # p2p.py uses these groups for blocking transfers while the mailbox is idle, as in evaluation.
+    groups_by_peer.update(_mailbox.by_peer)
     return result
 
 
 def _through_mailbox(direction, call, tensor, stage, async_op):
-    """Send or receive a tensor through the mailbox while a training step runs.
+    """Send or receive a tensor without blocking, in place of DeepSpeed's p2p.send or p2p.recv.
 
-    DeepSpeed's p2p.send and p2p.recv block until the message has been transferred. The mailbox sends in the
-    background and posts receives in advance. Outside a training step, as in evaluation, p2p.py makes a
-    blocking transfer over the same process groups.
+    The tensor goes through the mailbox, which sends in the background and posts receives in advance. The
+    mailbox is in use during training steps only. At other times, as in evaluation, call() makes a blocking
+    transfer.
 
     Args:
         direction: "send" or "recv". Mailbox has a method of this name.
@@ -131,7 +141,7 @@ def _through_mailbox(direction, call, tensor, stage, async_op):
     mailbox = _mailbox_in_use()
     if mailbox is None:
         return call()
-    call.refuse_unknown()
+    call.refuse_unknown()  # raise if a later DeepSpeed passes arguments that are not listed above
     from deepspeed.runtime.pipe import p2p
 
     peer = p2p._grid.stage_to_global(stage_id=stage)
@@ -140,31 +150,37 @@ def _through_mailbox(direction, call, tensor, stage, async_op):
 
 
 def _wire_to(stage: int) -> Wire:
-    """Return how tensors travel between this stage and a neighbouring one: unchanged or compressed."""
-    current = session.active()
-    network_api = network_api_of(backend_of())
-    if current is None or not network_api:  # without a plan, or over neither gloo nor NCCL
+    """Return the format in which tensors travel between this pipeline stage and a neighbouring one.
+
+    PLAIN is the unchanged tensor. Otherwise the plan of the job says whether this pair of stages sends its
+    tensors as bf16 or int8.
+    """
+    current = session.active()  # has the plan; None if this process was started without holmes
+    network_api = network_api_of(backend_of())  # None if the backend is neither gloo nor NCCL
+    if current is None or not network_api:
         return PLAIN
     from deepspeed.runtime.pipe import p2p
 
     grid: Any = p2p._grid
     own_stage = grid.get_stage_id()
+    # The plan lists the edges, the connections between neighbouring stages. Entry i is the edge between
+    # stages i and i + 1. With more than two stages, the last entry is the edge from the last stage to the
+    # first. With two stages there is one entry.
     if abs(own_stage - stage) == 1:
         index = min(own_stage, stage)
     else:
-        index = grid.pipe_parallel_size - 1  # from the last stage to the first
-    # Entry i of the plan is the edge between stages i and i + 1, modulo the number of stages. Two stages have
-    # one edge.
+        index = grid.pipe_parallel_size - 1
     planned_edges = current.plan_for(grid_sizes(current, grid)).traffic_of(network_api).edges
     planned = planned_edges[index % len(planned_edges)]
     return Wire(narrow=planned.narrow, edge=f"stage {own_stage}'s edge to stage {stage}")
 
 
 def _transfer_compressed(direction, call, tensor, stage, async_op):
-    """Send a tensor in fewer bits (--holmes-edges bf16 or int8), or receive and decode such a message.
+    """Send a tensor as bf16 or int8 (--holmes-edges), or receive and decode such a message.
 
-    While a training step runs, the mailbox encodes and decodes. At other times this function does, around
-    DeepSpeed's blocking call.
+    `call` makes the transfer. During a training step it uses the mailbox, which sends and receives in the
+    background and does the encoding itself. At other times the transfer blocks, and this function encodes
+    before it or decodes after it.
 
     Args:
         direction: "send" or "recv".
@@ -173,18 +189,18 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
     """
     import torch
 
+    # `wire` is the format in which the tensor travels; PLAIN is the unchanged tensor.
     if tensor.dtype in (torch.int32, torch.int64):
-        wire = PLAIN  # a message about the shapes of tensors: it must arrive exactly
+        wire = PLAIN  # the engine sends the shapes of tensors as integers, which must arrive exactly
     else:
         wire = _wire_to(stage)
     mailbox = _mailbox_in_use()
     if mailbox is not None:
-        # call() reaches _through_mailbox. The mailbox reads wire_to when it sends or receives this tensor.
-        mailbox.wire_to = lambda peer: wire
+        mailbox.wire_to = lambda peer: wire  # Mailbox.send and Mailbox.recv, which call() runs, read wire_to
         return call()
     if direction == "send":
         return call(tensor=wire.outgoing(tensor))
-    encoded, decode_into_tensor = wire.incoming(tensor)
+    encoded, decode_into_tensor = wire.incoming(tensor)  # an empty buffer, and a function that decodes it
     result = call(tensor=encoded)
     decode_into_tensor()
     return result
@@ -192,16 +208,17 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
 
 @by_name
 def _announce_shapes(call, instance, buffer, recv_stage):
-    """Record in the mailbox the shapes that DeepSpeed's _send_tensor_meta sends to the next stage.
+    """Record the shapes of activations that DeepSpeed's _send_tensor_meta sends to the next pipeline stage.
 
-    The next stage allocates its receive buffers for these shapes, once for all steps. If a tensor of another
-    shape is to be sent there later, the mailbox raises an error; the transfer itself would never end.
+    The next stage allocates its receive buffers for these shapes, once for all steps. A later activation of
+    another shape would never arrive. The mailbox, which sends the activations, compares each with the
+    recorded shapes and raises an error instead.
     """
-    if _mailbox is None:
+    if _mailbox is None:  # e.g. the backend is neither gloo nor NCCL
         return call()
     peer = instance.grid.stage_to_global(stage_id=recv_stage)
-    _mailbox.announce((), peer)  # no shapes: the messages of _send_tensor_meta itself are not checked
-    result = call()
+    _mailbox.announce((), peer)  # no shapes: the mailbox checks nothing that _send_tensor_meta itself sends
+    result = call()  # DeepSpeed's _send_tensor_meta
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
     _mailbox.announce([form_of(tensor) for tensor in tensors], peer)
     return result
@@ -209,12 +226,13 @@ def _announce_shapes(call, instance, buffer, recv_stage):
 
 @by_name
 def _exclude_shape_messages(call, instance, send_stage):
-    """Remove the messages of DeepSpeed's _recv_tensor_meta from those expected of every micro-batch.
+    """Receive the shapes of activations from the previous stage, as messages that come only once.
 
-    DeepSpeed exchanges shapes once, before the first activation. The mailbox learns from the first step which
-    messages a micro-batch has, and must not wait for those about shapes again.
+    The mailbox, which receives messages between stages, records in the first training step which messages a
+    micro-batch has. DeepSpeed's _recv_tensor_meta receives shapes in that step and in no later one. These
+    messages are removed from the record, so that the mailbox does not wait for them in later steps.
     """
-    result = call()
+    result = call()  # DeepSpeed's _recv_tensor_meta
     if _mailbox is not None:
         _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
     return result
@@ -222,69 +240,83 @@ def _exclude_shape_messages(call, instance, send_stage):
 
 @cache
 def _schedule_class() -> type:
-    """Return the class of planned schedules, which can be defined only once DeepSpeed is imported."""
+    """Define and return PlannedSchedule: DeepSpeed's TrainSchedule with the passes in a planned order.
+
+    The class is defined in a function because this module is imported before DeepSpeed is.
+    """
     from deepspeed.runtime.pipe import schedule
 
     class PlannedSchedule(schedule.TrainSchedule):
-        """DeepSpeed's training schedule with the passes in the plan's order.
+        """DeepSpeed's training schedule, with the passes of a stage in a planned order.
 
-        The order lists passes as (letter, micro-batch): "F" forward, "B" backward. A zero-bubble order splits
-        the backward pass of a micro-batch: "I" computes the gradients of the inputs, which the previous stage
-        waits for, and a later "W" computes the gradients of the weights.
+        The order is a list of passes, each a letter and the number of its micro-batch:
+
+            F   forward pass
+            B   backward pass
+            I   first part of a backward pass: the gradients of the inputs, which the previous stage waits for
+            W   second part of a backward pass: the gradients of the weights
+
+        Only a zero-bubble order has I and W.
         """
 
         def __init__(self, stock: Any, flight: Flight, engine: Any, mailbox: Mailbox):
-            # Copy the sizes of DeepSpeed's own schedule, and whatever a later DeepSpeed adds to it.
+            # Copy the attributes of DeepSpeed's own schedule for this step, such as stage_id.
             self.__dict__.update(vars(stock))
-            self.order = flight.order(self.stage_id, self.micro_batches)
+            self.order = flight.order(self.stage_id, self.micro_batches)  # the planned order of this stage
             self.engine = engine
-            self.mailbox = mailbox
+            self.mailbox = mailbox  # sends and receives the messages of this stage in the background
             self.splits_backward = any(letter == "W" for letter, _ in self.order)
-            self.weight_gradients = WeightGradients()  # computes them in W, if backward passes are split
+            self.weight_gradients = WeightGradients()  # used in W passes only
             self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
             # For each micro-batch: how many gradients the previous stage had received when it sent the
-            # activation.
+            # activation of that micro-batch, i.e. its B or I passes before the F pass.
             previous_order = flight.order(self.stage_id - 1, self.micro_batches) if self.stage_id > 0 else ()
             self.gradients_received_above = before(previous_order, "BI", "F")
 
         def num_pipe_buffers(self) -> int:
-            """Return the largest number of micro-batches in flight, at least 2 as in DeepSpeed's schedule.
+            """Return how many buffers the engine must allocate, at least 2 as in DeepSpeed's own schedule.
 
-            A micro-batch occupies a buffer from F to B or I.
+            A micro-batch occupies a buffer from its forward pass to its backward pass. The result is the
+            largest number of micro-batches for which that holds at the same time.
             """
+            # Letters of passes: F forward, B backward, I and W the two parts of a split backward pass. The
+            # part W needs no buffer.
             changes = [1 if letter == "F" else -1 for letter, _ in self.order if letter != "W"]
             return max(2, *accumulate(changes))
 
         def steps(self) -> Iterator[list[Any]]:
             """Yield the instructions of a training step, in lists that the engine executes one by one.
 
-            After each pass the mailbox posts the receives that are due, and releases sent tensors that must
-            have arrived:
+            Between the instructions this generator informs the mailbox, which transfers the messages between
+            stages in the background. The mailbox keeps a sent tensor until the neighbouring stage must have
+            received it. Messages from that stage show this:
 
-            - The gradient of a micro-batch arrived: the next stage had received its activation before.
-            - The activation of a micro-batch arrived: the previous stage had received all gradients that come
-              before it in its order of passes.
+            - If the gradient of a micro-batch arrived, the next stage has received its activation.
+            - If an activation arrived, the previous stage has received all gradients that it needed for
+              backward passes before that forward pass.
             """
             for letter, micro_batch in self.order:
-                if letter == "F":
-                    self.mailbox.unit = ("F", micro_batch)  # the pass that the next messages belong to
+                if letter == "F":  # forward pass
+                    self.mailbox.unit = ("F", micro_batch)  # Mailbox.send labels the sent tensors with it
                     yield from self._forward(micro_batch, self._buffer_idx(micro_batch))
-                    self.mailbox.passed("F", micro_batch)
+                    self.mailbox.passed("F", micro_batch)  # post the receives that are due after this pass
                     if self.stage_id > 0:
-                        self.mailbox.arrived("B", self.gradients_received_above[micro_batch] - 1)
-                elif letter == "W":
+                        gradients_received = self.gradients_received_above[micro_batch]
+                        self.mailbox.arrived("B", gradients_received - 1)  # release gradients up to this one
+                elif letter == "W":  # gradients of the weights only
                     self.mailbox.unit = ("B", micro_batch)
                     self._compute_weight_gradients(micro_batch)
-                else:  # "B" or "I"
+                else:  # "B", a backward pass, or "I", gradients of the inputs only
                     self.mailbox.unit = ("B", micro_batch)
                     yield from self._backward(micro_batch, self._buffer_idx(micro_batch))
                     if self.splits_backward and letter == "B":
                         self._compute_weight_gradients(micro_batch)
                     self.mailbox.passed("B", micro_batch)
-                    self.mailbox.arrived("F", micro_batch)
+                    self.mailbox.arrived("F", micro_batch)  # release activations up to this one
             yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
 
         def _forward(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
+            """Yield the engine's instructions for the forward pass of a micro-batch."""
             is_first = self.stage_id == 0
             is_last = self.stage_id == self.stages - 1
             inputs: list[Any] = []
@@ -293,53 +325,62 @@ def _schedule_class() -> type:
             if is_first or is_last:  # the first stage loads the model's inputs, the last one the labels
                 inputs.append(schedule.LoadMicroBatch(buffer))
             yield inputs
-            with self.weight_gradients.of(micro_batch) if self.splits_backward else nullcontext():
+            # If backward passes are split, the linear layers must keep their inputs for the later part, W.
+            keeps_inputs = self.weight_gradients.of(micro_batch) if self.splits_backward else nullcontext()
+            with keeps_inputs:
                 yield [schedule.ForwardPass(buffer)]
             if is_last:
+                # The engine keeps one loss only. _backward() gives it the loss of its micro-batch again.
                 self.losses[micro_batch] = self.engine.loss
             else:
                 yield [schedule.SendActivation(buffer)]
 
         def _backward(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
+            """Yield the engine's instructions for the backward pass of a micro-batch.
+
+            If the plan splits backward passes, this is the first part: the gradients of the inputs.
+            """
             engine = self.engine
-            received: Any = None  # the engine's receive buffer for gradients
+            receive_buffer: Any = None  # the engine's buffer for gradients from the next stage
             if self.stage_id == self.stages - 1:
-                # The engine keeps the loss of its latest forward pass only.
+                # The engine keeps only the loss of its latest forward pass, maybe of another micro-batch.
                 engine.loss = self.losses.pop(micro_batch)
             else:
-                yield [schedule.RecvGrad(buffer)]
-                received = engine.grad_layer
+                yield [schedule.RecvGrad(buffer)]  # receives into engine.grad_layer
+                receive_buffer = engine.grad_layer
                 if self.splits_backward:
-                    # The W pass of this micro-batch needs the gradient after the next one has been received
-                    # into the same buffer.
-                    if isinstance(received, list):
-                        engine.grad_layer = [gradient.clone() for gradient in received]
+                    # The second part of this backward pass still needs the gradient when the next one has
+                    # overwritten the receive buffer. It therefore gets a copy.
+                    if isinstance(receive_buffer, list):
+                        engine.grad_layer = [gradient.clone() for gradient in receive_buffer]
                     else:
-                        engine.grad_layer = received.clone()
+                        engine.grad_layer = receive_buffer.clone()
             instructions = [schedule.BackwardPass(buffer)]
             if self.stage_id > 0:
                 instructions.append(schedule.SendGrad(buffer))
             yield instructions
-            engine.grad_layer = received
+            engine.grad_layer = receive_buffer  # for the next RecvGrad
 
         def _compute_weight_gradients(self, micro_batch: int) -> None:
-            """Compute the gradients of the weights, and add them to the optimizer's as DeepSpeed would.
+            """Compute the gradients of the weights: the second part of a micro-batch's split backward pass.
 
-            BF16_Optimizer sums gradients in float32. Without immediate_grad_update the engine adds the bf16
-            gradients to these sums after each backward pass. This function does so after the W pass.
+            BF16_Optimizer has a float32 sum of the bf16 gradients of all micro-batches. Without the setting
+            immediate_grad_update, the engine adds the bf16 gradients to the sum after each BackwardPass. A W
+            pass is no BackwardPass, so this method adds its gradients.
             """
             engine = self.engine
-            updates_immediately = read_by_version("immediate_grad_update", engine)
-            updates_sums = engine.using_bf16_optimizer and not updates_immediately
-            if updates_sums:
-                # The bf16 (low-precision, lp) gradients of the I pass have been added already.
+            has_float32_sums = engine.using_bf16_optimizer
+            needs_adding = has_float32_sums and not read_by_version("immediate_grad_update", engine)
+            if needs_adding:
+                # Delete the bf16 ("lp") gradients of the first part, which the engine has added already.
                 engine.optimizer.clear_lp_grads()
-            engine._running_engine_backward = True  # else DeepSpeed's hooks refuse this backward pass
+            engine._running_engine_backward = True  # else DeepSpeed's hooks raise an error in this pass
             try:
                 self.weight_gradients.make(micro_batch)
             finally:
                 engine._running_engine_backward = False
-            if updates_sums:
+            if needs_adding:
+                # Add the bf16 gradients to the float32 ("hp") sums.
                 engine.optimizer.update_hp_grads(clear_lp_grads=False)
 
     return PlannedSchedule
@@ -348,59 +389,62 @@ def _schedule_class() -> type:
 @with_session
 @by_name
 def _exec_schedule(current, call, instance, pipe_schedule):
-    """Run a training step in the plan's order of passes, with its messages sent through the mailbox.
+    """Run a training step in the planned order of passes, with messages that travel in the background.
 
-    DeepSpeed's schedule keeps as few micro-batches in flight as instantaneous messages would need. The
-    planned schedule keeps more, so that slow edges between stages are hidden behind computation. The call
-    returns when all messages of the step have been transferred.
+    DeepSpeed's schedule (1F1B) starts as few micro-batches as suffice if messages take no time. The planned
+    order starts more before the first backward pass, so that a stage computes while messages travel between
+    clusters.
 
-    DeepSpeed's own schedule runs in the first training step, from which the mailbox learns the messages of a
-    micro-batch; in evaluation; if the program has a schedule of its own; and if the engine does not support
-    the plan's order.
+    DeepSpeed's own schedule runs instead:
+
+    - in evaluation, and if the program has a schedule of its own
+    - if the plan keeps DeepSpeed's schedule, or the engine does not support the planned order
+    - in the first training step: the mailbox, which transfers the messages, records which ones there are
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     if _mailbox is None or instance.num_stages == 1 or type(pipe_schedule) is not TrainSchedule:
-        return call()
+        return call()  # DeepSpeed's _exec_schedule, with DeepSpeed's own schedule
     plan = current.plan_for(grid_sizes(current, instance.grid))
-    flight = flight_of(plan, network_api_of(backend_of()))
-    if not flight:  # the plan keeps DeepSpeed's schedule
+    flight = flight_of(plan, network_api_of(backend_of()))  # the planned order of passes
+    if not flight:
         return call()
     reason = unsupported(instance, flight)
     if reason:
         tell(current, f"DeepSpeed's own pipeline schedule is used: {reason}", once=True)
         return call()
 
-    if not _mailbox.knows:  # it has not learned yet which messages a micro-batch has
-        _mailbox.listen()
+    if not _mailbox.knows:  # no step has been recorded yet
+        _mailbox.listen()  # start the record
         result = call()
-        _mailbox.learn(instance.micro_batches)
+        _mailbox.learn(instance.micro_batches)  # end it: the messages divided by micro-batches
         return result
     import torch
 
     planned_schedule = _schedule_class()(pipe_schedule, flight, instance, _mailbox)
-    tensor_on_device = torch.empty(0, device=instance.device)  # says where receive buffers are allocated
+    tensor_on_device = torch.empty(0, device=instance.device)  # receive buffers are allocated like this one
     _mailbox.begin(flight, instance.micro_batches, tensor_on_device)
     result = call(pipe_schedule=planned_schedule)
-    _mailbox.end()
+    _mailbox.end()  # wait until all messages of the step have been transferred
     return result
 
 
 @by_name
 def _forget_messages(call, instance):
-    """Let the next training step run DeepSpeed's own schedule, so that the mailbox learns new shapes.
+    """Delete the recorded shapes of messages when DeepSpeed's reset_activation_shape is called.
 
-    DeepSpeed's reset_activation_shape announces that the shapes of messages change, and is the only function
-    that is patched with this. Two others need no patch:
+    The program calls reset_activation_shape when activations get another shape. The mailbox, which transfers
+    the messages between stages, needs their shapes. It records them again in the next training step.
 
-    - set_train_batch_size changes the number of micro-batches, but the mailbox knows the messages of one
-      micro-batch. Megatron-DeepSpeed calls it before every step.
-    - set_train_micro_batch_size changes shapes, but the engine keeps its old buffers until
-      reset_activation_shape is called.
+    Two other functions of the engine do not make the record wrong:
+
+    - set_train_batch_size changes only the number of micro-batches. The record is of one micro-batch.
+    - set_train_micro_batch_size changes the shapes, but the engine uses them only after
+      reset_activation_shape.
     """
     if _mailbox is not None:
         _mailbox.forget()
-    return call()
+    return call()  # DeepSpeed's reset_activation_shape
 
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"

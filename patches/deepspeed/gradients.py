@@ -1,8 +1,12 @@
-"""Where DeepSpeed's optimizers read their gradients: what reduce.py reduces, and how it must divide.
+"""Finds the gradients that an optimizer of DeepSpeed reads, so that reduce.py can reduce exactly these.
 
-    ZeRO 0           .grad
-    BF16_Optimizer   its high-precision buffer, into which every micro-batch's .grad is folded
-    ZeRO 1           the accumulated gradient; its reduce_gradients then puts the partition together, unsent
+    optimizer        reads gradients from
+    ZeRO 0           the attribute .grad of each parameter
+    BF16_Optimizer   float32 sums, to which it adds .grad after each micro-batch
+    ZeRO 1           sums over the micro-batches; it reads only the part of them that this rank updates
+
+A class for each of them says where the gradients are, what they are divided by, and what remains to do after
+the reduction.
 """
 
 from __future__ import annotations
@@ -15,86 +19,109 @@ from holmes_ext.patches.deepspeed.versions import read_by_version
 
 
 def gradients_of(engine: Any) -> PlainGradients:
+    """Return the object that finds the gradients which the optimizer of a DeepSpeed engine reads."""
     kinds = {"BF16_Optimizer": Bf16Gradients, "DeepSpeedZeroOptimizer": ZeroGradients}
     return kinds.get(type(engine.optimizer).__name__, PlainGradients)(engine)
 
 
 class PlainGradients:
-    """ZeRO 0: the optimizer reads .grad."""
+    """Gradients of ZeRO 0, whose optimizer reads .grad. Base class for other optimizers of DeepSpeed."""
 
     def __init__(self, engine: Any):
-        self.engine, self.optimizer = engine, engine.optimizer
+        self.engine = engine
+        self.optimizer = engine.optimizer
         self.communication_dtype = engine.communication_data_type
-        self.given: Any = None  # by id: the optimizer's parameters, where stock reduces no others
+        # id of a parameter -> its position in the optimizer. DeepSpeed reduces no other parameters. None if
+        # it reduces all.
+        self.positions: Any = None
 
     def gradient(self, parameter: Any) -> Any:
+        """Return the tensor that the optimizer reads as the gradient of a parameter."""
         return parameter.grad
 
     def reduces(self, parameter: Any) -> bool:
-        return self.given is None or id(parameter) in self.given
+        """Return whether DeepSpeed reduces the gradient of a parameter."""
+        return self.positions is None or id(parameter) in self.positions
 
     def predivide(self, ranks: int) -> float:
-        """What gradients are divided by before the sum (DeepSpeedEngine.allreduce_bucket)."""
+        """Return by what DeepSpeedEngine.allreduce_bucket divides gradients before it sums them.
+
+        Args:
+            ranks: The data-parallel size.
+        """
         if not self.engine.gradient_average:
             return 1.0
-        return float(self.engine.gradient_predivide_factor() if self.engine.postscale_gradients() else ranks)
+        if self.engine.postscale_gradients():
+            return float(self.engine.gradient_predivide_factor())
+        return float(ranks)
 
     @contextmanager
-    def folding(self) -> Iterator[None]:
-        """Around the last backward pass."""
+    def last_backward(self) -> Iterator[None]:
+        """Do what the optimizer needs during the last backward pass, which runs inside this context."""
         yield
 
-    def after(self) -> None:
-        """All gradients are averaged."""
+    def after_reduction(self) -> None:
+        """Do what the optimizer needs after all gradients have been averaged."""
 
     def owners(self) -> Callable[[Any], list[tuple[int, int]]] | None:
-        """Who needs which part of a gradient (GradientReducer); None: every rank all of it."""
+        """Return a function that says which rank needs which part of a gradient.
+
+        It takes a parameter, and returns pairs (number of elements, rank) in the order of the elements. None
+        means that each rank needs all gradients.
+        """
         return None
 
 
 class Bf16Gradients(PlainGradients):
-    """BF16_Optimizer: stock folds .grad after a backward pass, in update_hp_grads (or, with
-    immediate_grad_update, in a hook before ours). In the last one each parameter is folded when its bucket
-    leaves, once, and update_hp_grads finds nothing to do."""
+    """Gradients of BF16_Optimizer, which adds the bf16 gradients of each micro-batch to float32 sums.
+
+    DeepSpeed adds them after a backward pass, in update_hp_grads. The last backward pass differs: gradients
+    are sent while it runs, so each is added to its float32 sum just before it is sent. update_hp_grads then
+    adds nothing.
+
+    With DeepSpeed's setting immediate_grad_update, a hook of DeepSpeed adds each gradient at once.
+    """
 
     def __init__(self, engine: Any):
         super().__init__(engine)
         groups = self.optimizer.bf16_groups
-        self.given = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
-        self.folded: set[int] = set()
+        self.positions = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
+        self.added: set[int] = set()  # ids of the parameters whose gradients have been added
 
     def gradient(self, parameter: Any) -> Any:
-        i, j = self.given[id(parameter)]
-        self._fold(parameter, i, j)
+        i, j = self.positions[id(parameter)]
+        self._add_to_sum(parameter, i, j)
         return self.optimizer.fp32_groups_gradients[i][j]
 
-    def _fold(self, parameter: Any, i: int, j: int) -> None:
-        if id(parameter) not in self.folded and not read_by_version("immediate_grad_update", self.engine):
+    def _add_to_sum(self, parameter: Any, i: int, j: int) -> None:
+        """Add the bf16 gradient of parameter j in group i to its float32 sum, once in a backward pass."""
+        if id(parameter) not in self.added and not read_by_version("immediate_grad_update", self.engine):
             self.optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
-        self.folded.add(id(parameter))
+        self.added.add(id(parameter))
 
     @contextmanager
-    def folding(self) -> Iterator[None]:
-        self.folded.clear()
+    def last_backward(self) -> Iterator[None]:
+        self.added.clear()
         before = self.optimizer.immediate_grad_update
-        self.optimizer.immediate_grad_update = True  # update_hp_grads returns at once
+        self.optimizer.immediate_grad_update = True  # with it, update_hp_grads does nothing
         try:
             yield
         finally:
             self.optimizer.immediate_grad_update = before
-        # ReduceTiedGrads reads the buffer of tied weights
+        # Add the gradients that were not sent during the pass, too. ReduceTiedGrads reads the float32 sums of
+        # tied weights.
         for i, group in enumerate(self.optimizer.bf16_groups):
             for j, parameter in enumerate(group):
-                self._fold(parameter, i, j)
+                self._add_to_sum(parameter, i, j)
 
 
 class ZeroGradients(PlainGradients):
-    """ZeRO 1: reduced in place where the optimizer collects its partition from."""
+    """Gradients of ZeRO 1, whose optimizer collects those of its own partition from the averages of all."""
 
     def __init__(self, engine: Any):
         super().__init__(engine)
         self.communication_dtype = self.optimizer.communication_data_type
-        self.given = {id(parameter): i for i, group in enumerate(self.optimizer.bit16_groups)
+        self.positions = {id(parameter): i for i, group in enumerate(self.optimizer.bit16_groups)
                       for parameter in group}
 
     def gradient(self, parameter: Any) -> Any:
@@ -109,25 +136,34 @@ class ZeroGradients(PlainGradients):
         return self._owners
 
     def _owners(self, parameter: Any) -> list[tuple[int, int]]:
-        """The slices that average_tensor sends to their partitions' ranks."""
+        """Return which rank updates which elements of a parameter, as pairs (number of elements, rank).
+
+        DeepSpeed's average_tensor sends each rank the gradient of its elements only.
+        """
         from torch.distributed import get_process_group_ranks
 
-        optimizer, i = self.optimizer, self.given[id(parameter)]
+        optimizer, i = self.optimizer, self.positions[id(parameter)]
         key = optimizer.get_param_id(parameter)
         ranks = get_process_group_ranks(optimizer.real_dp_process_group[i])
         parts, offsets = optimizer.param_to_partition_ids[i][key], optimizer.grad_start_offset[i]
-        starts = sorted((int(offsets[part][key]), ranks[part]) for part in parts)  # a float at times
+        # int(): DeepSpeed stores some of these offsets as floats.
+        starts = sorted((int(offsets[part][key]), ranks[part]) for part in parts)
         ends = [start for start, _ in starts[1:]] + [parameter.numel()]
         return [(end - start, rank) for (start, rank), end in zip(starts, ends)]
 
     def predivide(self, ranks: int) -> float:
-        # average_tensor divides before the sum with reduce_scatter (the default), else as the engine does
-        before = self.optimizer.reduce_scatter and self.engine.gradient_average
-        return float(ranks) if before else super().predivide(ranks)
+        # With reduce_scatter, the default, ZeRO's average_tensor divides before the sum.
+        divides_before = self.optimizer.reduce_scatter and self.engine.gradient_average
+        return float(ranks) if divides_before else super().predivide(ranks)
 
-    def after(self) -> None:
-        """Put the partition together, as stock does, but for the communication."""
-        names = ("average_tensor", "buffered_reduce_fallback")  # with and without contiguous_gradients
+    def after_reduction(self) -> None:
+        """Collect the gradients of this rank's partition, as DeepSpeed does after its own reduction.
+
+        DeepSpeed's allreduce_gradients reduces and collects. Here it runs with empty functions in place of
+        those that reduce, because all gradients have been reduced.
+        """
+        # The functions that reduce: with DeepSpeed's setting contiguous_gradients, and without it.
+        names = ("average_tensor", "buffered_reduce_fallback")
         for name in names:
             setattr(self.optimizer, name, lambda *args, **kwargs: None)
         try:

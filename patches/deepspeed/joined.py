@@ -1,21 +1,28 @@
-"""Joined jobs of DeepSpeed's engines: after each real step of the engine, on the weights that its optimizer
-keeps in float32.
+"""Lets jobs that train with DeepSpeed join: they train the same model and exchange weights now and then.
 
-    stage 0, float32     the parameters themselves, on every rank      nothing to bring up to date
-    stage 0, fp16        FP16_Optimizer's flat groups, on every rank   copied to the parameters
-    bf16, ZeRO 1 and 2   this rank's partition of each flat group      update_lp_params(): copy and all-gather
-    ZeRO 3               this rank's partition of each parameter       copied to what is gathered in the next
-                                                                       forward; what persists is gathered now
+Joined jobs (--holmes-join) each make training steps of their own. After a number of steps, the outer training
+(runtime/outer) averages their progress and writes new weights. For that it needs from DeepSpeed:
 
-The row is the model's parameters in its own order: neither data-parallel size nor stage matter. A step that
-overflow skips leaves engine._step_applied false. What is not tried is refused: offload, experts, hpZ.
+- the float32 weights that the optimizer of this rank updates
+- the end of each step that changed the weights; a step may be skipped because gradients overflow
+- a way to bring the model's own weights up to date after new weights were written:
+
+    optimizer            float32 weights that a rank updates        after they were written
+    ZeRO 0, float32      the parameters themselves                  nothing to do
+    ZeRO 0, fp16         flat buffers of all parameters             copy them to the parameters
+    bf16, ZeRO 1 and 2   a part of each flat buffer                 copy and all-gather (update_lp_params)
+    ZeRO 3               a part of each parameter                   copy; parameters that stay gathered are
+                                                                    gathered again
+
+A job may have other data-parallel sizes and ZeRO stages than the jobs that it joins. Offloading, experts and
+ZeRO++'s hpZ are refused, because they have not been tested.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.patches.deepspeed.checkpoints import tag_of
 from holmes_ext.patches.deepspeed.features import JOINED
@@ -29,24 +36,27 @@ from holmes_ext.words import tell_user
 
 @by_name
 def _reserve(call, instance):
-    """Register the engine as the one whose steps count, before DeepSpeed constructs its optimizer.
+    """Register the DeepSpeed engine as the object whose steps are training steps, then make its optimizer.
 
-    DeepSpeed's optimizers step the torch optimizer inside them once, with gradients of zero, to allocate its
-    state. Registered first, that inner optimizer's step is not taken for a training step.
+    DeepSpeed's optimizers contain a torch optimizer and call its step() once, to allocate its state. Without
+    the registration, that call would count as a training step of a joined job, i.e. of a job that exchanges
+    weights with other jobs.
     """
     training.reserve(instance)
-    return call()
+    return call()  # DeepSpeedEngine._configure_optimizer
 
 
 @by_name
 def _take_model_step(call, instance):
-    """Join the outer training before the first step, and count every step that changed the weights.
+    """Take the optimizer's step of a DeepSpeed engine, and report it to the outer training.
 
-    Both the plain and the pipeline engine take their optimizer's step in _take_model_step. It sets
-    `_step_applied` to False when gradients overflow and the optimizer skips the step.
+    The outer training exchanges weights with other jobs after a number of steps. Before the first step of
+    this engine, the job joins it. A step that the optimizer skips because gradients overflow is not reported.
     """
+    # claim() joins the other jobs before the first step. It is false if the steps of this engine do not
+    # count, as in a job that trains alone.
     counts = training.claim(instance, lambda: _adapter(instance))
-    result = call()
+    result = call()  # DeepSpeedEngine._take_model_step; sets _step_applied
     if counts and instance._step_applied:
         samples = instance.train_micro_batch_size_per_gpu() * instance.gradient_accumulation_steps()
         training.stepped(samples)
@@ -57,29 +67,40 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
     from deepspeed.accelerator import get_accelerator
 
     return training.FrameworkAdapter(
-        "DeepSpeed", lambda: _weights(engine), lambda: get_accelerator().current_device_name(),
-        lambda: _written(engine), {"sizes": _sizes(engine)}, lambda settings: refusal(engine, settings),
-    )  # fmt: skip
+        "DeepSpeed",
+        lambda: _weights(engine),
+        lambda: get_accelerator().current_device_name(),
+        lambda: _update_model_weights(engine),
+        {"sizes": _sizes(engine)},  # must be the same in all joined jobs
+        lambda settings: refusal(engine, settings),
+    )
 
 
-#: DeepSpeed's optimizers around a torch optimizer that are known here.
+#: DeepSpeed's optimizers that contain a torch optimizer, and that _pieces() handles.
 _KINDS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer")
 
 
 def refusal(engine: Any, settings: OuterSettings) -> str | None:
+    """Return why a job with this DeepSpeed engine cannot exchange weights with other jobs, or None if it can.
+
+    Args:
+        settings: How the jobs exchange weights.
+    """
     from torch.optim import Optimizer
 
-    optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
+    optimizer = engine.optimizer
+    kind = type(optimizer).__name__
     if engine.has_moe_layers:
         return "experts are not supported"
     if any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer", "offload_param")):
         return "offloaded optimizer states and parameters are not supported"
     if engine.zero_hpz_partition_size() > 1:
         return "hpZ (zero_hpz_partition_size) is not supported"
-    if not hasattr(optimizer, "param_groups") or not isinstance(optimizer, Optimizer) and kind not in _KINDS:
+    is_known_optimizer = isinstance(optimizer, Optimizer) or kind in _KINDS
+    if not hasattr(optimizer, "param_groups") or not is_known_optimizer:
         return f"its optimizer {kind} is not supported"
-    return training.refusal_of_copies(settings, _sizes(engine),
-                                      bool(getattr(engine.module, "tied_comms", None)))
+    has_tied_layers = bool(getattr(engine.module, "tied_comms", None))
+    return training.refusal_of_copies(settings, _sizes(engine), has_tied_layers)
 
 
 #: What DeepSpeed's grid and others' mpu call an axis, before "_world_size" or "_rank".
@@ -98,81 +119,147 @@ def _sizes(engine: Any) -> dict[str, int]:
 
 
 def _weights(engine: Any) -> training.WeightShards:
-    named = {p: name for name, p in engine.module.named_parameters()}
-    parts, seen, places = [], set(), []
-    for p, first, flat in _pieces(engine.optimizer):
-        seen.add(p)
-        if flat.numel():
-            parts.append((named[p], first, flat.detach()))
-            places.append((flat, flat.data_ptr()))
-    tensors = [(name, tuple(getattr(p, "ds_shape", p.shape)), "float32") for p, name in named.items()
-               if p in seen]
+    """Return the float32 weights that the optimizer of this rank updates.
+
+    The result has flat views of these weights in the optimizer's buffers, and the names and shapes of all
+    parameters that the ranks of this pipeline stage and tensor-parallel position update together.
+    """
+    name_of = {parameter: name for name, parameter in engine.module.named_parameters()}
+    updated = set()
+    parts = []
+    addresses = []  # (view, address of its first element)
+    for piece in _pieces(engine.optimizer):
+        updated.add(piece.parameter)
+        if piece.values.numel():
+            parts.append((name_of[piece.parameter], piece.first, piece.values.detach()))
+            addresses.append((piece.values, piece.values.data_ptr()))
+    tensors = [
+        (name, tuple(getattr(parameter, "ds_shape", parameter.shape)), "float32")  # ZeRO 3: the whole shape
+        for parameter, name in name_of.items()
+        if parameter in updated
+    ]
     pipeline, tensor = (_of_axis(engine, axis, "rank", 0) for axis in _AXES)
-    return training.WeightShards(f"pipeline {pipeline}, tensor {tensor}", tensors, parts,
-                                 lambda: any(flat.data_ptr() != at for flat, at in places))
+
+    def has_moved() -> bool:
+        """Return whether DeepSpeed has moved the weights to other memory since this result was made."""
+        return any(view.data_ptr() != address for view, address in addresses)
+
+    return training.WeightShards(f"pipeline {pipeline}, tensor {tensor}", tensors, parts, has_moved)
 
 
-def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Each parameter that is stepped, the first element and a flat view of what this rank steps of it."""
+class _Piece(NamedTuple):
+    """The elements of one parameter that this rank's optimizer updates."""
+
+    parameter: Any
+    first: int  # index of the first of these elements in the flattened parameter
+    values: Any  # flat float32 view of the elements in the optimizer's buffer; may be empty
+
+
+def _pieces(optimizer: Any) -> Iterator[_Piece]:
+    """Yield, for each parameter of a DeepSpeed optimizer, the elements that this rank updates.
+
+    ZeRO and BF16_Optimizer divide the elements among the data-parallel ranks. In other optimizers each rank
+    updates all of them.
+    """
     import deepspeed.comm as dist
 
     kind = type(optimizer).__name__
-    if kind == "DeepSpeedZeroOptimizer":
-        flats, places = optimizer.single_partition_of_fp32_groups, read_by_version("offsets", optimizer)
-        for i, (group, flat) in enumerate(zip(optimizer.round_robin_bit16_groups, flats)):
+    if kind == "DeepSpeedZeroOptimizer":  # ZeRO 1 and 2
+        starts_of_groups = read_by_version("offsets", optimizer)
+        groups = zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups)
+        for i, (group, partition) in enumerate(groups):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
-            yield from _cut(group, places[i], flat, rank * flat.numel())
+            yield from _pieces_of_buffer(group, starts_of_groups[i], partition, rank * partition.numel())
     elif kind == "BF16_Optimizer":
-        for i, (group, flat) in enumerate(zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)):
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+        for i, (group, partition) in enumerate(groups):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
-            yield from _cut(group, offsets(group), flat, rank * flat.numel())
+            yield from _pieces_of_buffer(group, offsets(group), partition, rank * partition.numel())
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
-        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat):
-            place = 0
-            for p in group:  # the same number of elements on each rank, the last ones filled up
-                length = p.partition_numel()
-                first = dist.get_rank(group=p.ds_process_group) * length
-                yield p, min(first, p.ds_numel), flat.narrow(0, place,
-                                                             max(0, min(length, p.ds_numel - first)))
-                place += length
+        for group, partition in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat):
+            yield from _pieces_of_zero_3(group, partition)
     elif kind == "FP16_Optimizer":
-        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat):
-            yield from _cut(group, offsets(group), flat, 0)
+        for group, buffer in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat):
+            yield from _pieces_of_buffer(group, offsets(group), buffer, begin=0)
     else:
         for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    yield p, 0, p.detach().view(-1)
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    yield _Piece(parameter, 0, parameter.detach().view(-1))
 
 
-def _cut(group: list[Any], offsets: list[int], flat: Any, begin: int) -> Iterator[tuple[Any, int, Any]]:
-    """flat: elements [begin, begin + its length) of the group in which parameters stand at `offsets`."""
-    for p, offset in zip(group, offsets):
-        a, b = max(offset, begin), min(offset + p.numel(), begin + flat.numel())
-        yield p, max(0, a - offset), flat.narrow(0, a - begin if a < b else 0, max(0, b - a))
+def _pieces_of_buffer(
+    parameters: list[Any], starts: list[int], partition: Any, begin: int
+) -> Iterator[_Piece]:
+    """Yield, for each parameter in a flat buffer, the elements in this rank's partition of the buffer.
+
+    Args:
+        starts: For each parameter, the index of its first element in the buffer.
+        partition: A contiguous part of the buffer: the elements that this rank updates.
+        begin: Index of the first element of the partition in the buffer.
+    """
+    end = begin + partition.numel()
+    for parameter, start in zip(parameters, starts):
+        piece_begin = max(start, begin)
+        piece_end = min(start + parameter.numel(), end)
+        if piece_begin < piece_end:
+            values = partition.narrow(0, piece_begin - begin, piece_end - piece_begin)
+        else:
+            values = partition.narrow(0, 0, 0)  # empty: the parameter is in other ranks' partitions
+        yield _Piece(parameter, piece_begin - start, values)
 
 
-def _written(engine: Any) -> None:
-    """The weights of the next forward pass, from those written. Collective over data-parallel ranks."""
-    optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
+def _pieces_of_zero_3(parameters: list[Any], partition: Any) -> Iterator[_Piece]:
+    """Yield, for each parameter, the elements that this rank updates under ZeRO 3.
+
+    ZeRO 3 divides each parameter into equal parts, one for each data-parallel rank. The last parts may be
+    padded: they have fewer elements of the parameter, or none.
+
+    Args:
+        partition: Flat buffer with this rank's part of each parameter, one after the other.
+    """
+    import deepspeed.comm as dist
+
+    position = 0  # of the part in the buffer
+    for parameter in parameters:
+        part_length = parameter.partition_numel()
+        first = dist.get_rank(group=parameter.ds_process_group) * part_length
+        length = max(0, min(part_length, parameter.ds_numel - first))  # without padding
+        values = partition.narrow(0, position, length)
+        yield _Piece(parameter, min(first, parameter.ds_numel), values)
+        position += part_length
+
+
+def _update_model_weights(engine: Any) -> None:
+    """Bring the model's weights up to date after the optimizer's float32 weights were changed.
+
+    All data-parallel ranks must call this function, because some optimizers gather weights from all of them.
+    """
+    optimizer = engine.optimizer
+    kind = type(optimizer).__name__
     if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
         optimizer.update_lp_params()
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
-        optimizer._partition_all_parameters()  # what is whole is not gathered again: step() does the same
+        # As in the optimizer's step(): a parameter that is still gathered would not be gathered again.
+        optimizer._partition_all_parameters()
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        if kept := optimizer.persistent_parameters:
-            kept[0].all_gather(kept)
+        persistent = optimizer.persistent_parameters  # small ones, which stay gathered
+        if persistent:
+            persistent[0].all_gather(persistent)
     elif kind == "FP16_Optimizer":
-        for p, _, flat in _pieces(optimizer):
-            p.data.copy_(flat.view(p.shape))
+        for piece in _pieces(optimizer):
+            piece.parameter.data.copy_(piece.values.view(piece.parameter.shape))
 
 
 @by_name
 def _save(call, instance, save_dir, tag):
-    """Save the state of the outer training in one file per rank, beside DeepSpeed's checkpoint files."""
-    result = call()
-    state = training.joined_state_dict()
+    """Save a DeepSpeed checkpoint, with the state of the outer training in one more file for each rank.
+
+    The outer training exchanges weights with other jobs. If this job trains alone, there is no such file.
+    """
+    result = call()  # DeepSpeedEngine.save_checkpoint
+    state = training.joined_state_dict()  # None if this job trains alone
     if state is not None:
         import torch
 
@@ -183,12 +270,15 @@ def _save(call, instance, save_dir, tag):
 
 @by_name
 def _load(call, instance, load_dir, tag):
-    """Load the state of the outer training after DeepSpeed loaded its checkpoint.
+    """Load a DeepSpeed checkpoint, and the state of the outer training that was saved with it.
 
-    A checkpoint without such a file is a job's that trained alone: this job then joins like a new one.
+    The outer training exchanges weights with other jobs. If the checkpoint has no state of it, because the
+    job trained alone when it was saved, this job joins the other jobs like a new one.
     """
-    path, client_state = call()
-    if path is None or not training.asked():  # DeepSpeed loaded nothing, or the job trains alone
+    path, client_state = call()  # DeepSpeedEngine.load_checkpoint
+    loaded_nothing = path is None
+    trains_alone = not training.asked()  # without the option --holmes-join
+    if loaded_nothing or trains_alone:
         return path, client_state
     file = _file(load_dir, tag_of(load_dir, tag), instance)
     if file.exists():

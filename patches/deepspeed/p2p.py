@@ -1,13 +1,15 @@
-"""Lets pipeline stages of DeepSpeed that lie in one cluster send over its fast network.
+"""Lets two pipeline stages of DeepSpeed in the same cluster send over the fast network of that cluster.
 
-DeepSpeed's runtime/pipe/p2p.py sends activations and gradients over the group of all ranks (the world group).
-In a job over several clusters that group uses Ethernet, also between two nodes of one cluster. Here a pair of
-neighbouring stages whose nodes share a faster network gets a process group of its own:
+DeepSpeed's runtime/pipe/p2p.py sends activations and gradients over the process group of all ranks (the world
+group). If a job spans several clusters, that group uses Ethernet, even between two nodes of one cluster. Here
+a pair of neighbouring stages gets its own process group if its nodes share a faster network:
 
-    stage 0 --- stage 1 === stage 2 --- stage 3        --- inside a cluster: the pair's group, on its network
-       cluster a      |        cluster b               === between clusters: the world group, on Ethernet
+    stage 0 --- stage 1 === stage 2 --- stage 3        --- inside a cluster: the pair's group, its fast
+    network
+       cluster a      |        cluster b               === between clusters: the world group, Ethernet
 
-Also checks that the sizes of DeepSpeed's grid of ranks are those of the plan.
+A second patch checks that DeepSpeed's pipeline and tensor-parallel sizes are those for which the job was
+planned.
 """
 
 from __future__ import annotations
@@ -26,30 +28,32 @@ from holmes_ext.runtime.groups.grid import check_grid
 from holmes_ext.runtime.groups.members import groups_of
 from holmes_ext.runtime.session import Session
 
-#: Rank of a neighbouring stage -> the process group that this rank shares with it alone. Filled when the
-#: engine sets up its p2p, here or by edges.py, whose feature makes such groups for all pairs.
+#: Rank in a neighbouring pipeline stage -> the process group of this rank and that one. Filled when DeepSpeed
+#: sets up its p2p: by edges.py for all pairs if its feature is on, otherwise by _make_pair_groups.
 groups_by_peer: dict[int, object] = {}
 
 
 @with_session
 @by_name
 def _make_pair_groups(current, call, instance, grid):
-    """Make a process group for each pair of neighbouring stages that shares a faster network than the world.
+    """Make a process group for each pair of neighbouring pipeline stages that shares a fast network.
 
-    DeepSpeed's init_process_groups, which all ranks call at the same time, prepares p2p over the world group.
-    If the feature of edges.py is on, no groups are made here: edges.py makes them for all pairs.
+    A network is fast if it is faster than the one that all ranks share. The patched function is DeepSpeed's
+    p2p.init_process_groups. DeepSpeed calls it on all ranks at the same time, so that all ranks can make
+    process groups here.
     """
     import torch.distributed as dist
 
-    result = call()
+    result = call()  # DeepSpeed's init_process_groups
     network_api = network_api_of(backend_of())
-    groups_by_peer.clear()  # those of an earlier engine
-    if not network_api:  # the backend is neither gloo nor NCCL: no network was planned for it
+    groups_by_peer.clear()  # delete the groups of an earlier engine
+    if not network_api:  # the backend is neither gloo nor NCCL
         return result
-    if registry().is_on(EDGES.name):
+    if registry().is_on(EDGES.name):  # the patches of edges.py, which make groups for all pairs
         return result
     world = range(current.plan.world_size)
-    neighbours = sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})
+    neighbours = sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})  # pairs of ranks
+    # Pairs whose shared network is not that of all ranks.
     pairs = [pair for pair in neighbours if pair_needs_group(current.plan, pair, world, network_api)]
     groups_by_peer.update(groups_of(pairs, current.rank, dist.group.WORLD))
     return result
@@ -58,13 +62,14 @@ def _make_pair_groups(current, call, instance, grid):
 def p2p_patches(
     feature: Feature, transfer: Callable[..., Any], send_reason: str, receive_reason: str
 ) -> list[Patch]:
-    """Return patches that replace DeepSpeed's p2p.send and p2p.recv by one function.
+    """Return two patches, which make DeepSpeed's p2p.send and p2p.recv call the same function.
 
     Args:
-        transfer: Called as transfer(direction, call, tensor, stage, async_op), where direction is "send" or
-            "recv", `call` calls DeepSpeed's function, and `stage` is the neighbouring stage.
-        send_reason: Why p2p.send is patched, for `holmes patches`.
-        receive_reason: Why p2p.recv is patched, for `holmes patches`.
+        feature: The patches are applied if this feature is on.
+        transfer: The function. It is called as transfer(direction, call, tensor, stage, async_op). direction
+            is "send" or "recv", call() runs DeepSpeed's function, and stage is the neighbouring stage.
+        send_reason: Why p2p.send is patched. The command `holmes patches` prints it.
+        receive_reason: Why p2p.recv is patched. The command `holmes patches` prints it.
     """
 
     @by_name
@@ -82,15 +87,16 @@ def p2p_patches(
 
 
 def _over_pair_group(direction, call, tensor, stage, async_op):
-    """Send or receive a tensor over the group of this pair of stages, if the pair has one.
+    """Send or receive a tensor over the process group of two neighbouring pipeline stages, if there is one.
 
-    DeepSpeed's p2p.send and p2p.recv use the world group, which is on Ethernet as soon as a job spans
-    clusters.
+    Such a group uses the fast network of a cluster. Without a group, or if the call is asynchronous, call()
+    runs DeepSpeed's own p2p.send or p2p.recv. These use the group of all ranks, which is on Ethernet if the
+    job spans clusters.
 
     Args:
         direction: "send" or "recv". deepspeed.comm has a function of this name.
         stage: The neighbouring stage.
-        async_op: Whether the caller does not want to wait. Such calls are left to DeepSpeed.
+        async_op: Whether the call is asynchronous.
     """
     from deepspeed import comm
     from deepspeed.runtime.pipe import p2p
@@ -98,18 +104,23 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
     peer = p2p._grid.stage_to_global(stage_id=stage)
     if async_op or peer not in groups_by_peer:
         return call()
-    call.refuse_unknown()
-    p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)  # as DeepSpeed's functions do first
-    transfer = getattr(comm, direction)
+    call.refuse_unknown()  # raise if a later DeepSpeed passes arguments that this function does not have
+    p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)  # DeepSpeed's functions check this first, too
+    transfer = getattr(comm, direction)  # deepspeed.comm.send or deepspeed.comm.recv
     return transfer(tensor, peer, group=groups_by_peer[peer])
 
 
 def grid_sizes(current: Session, grid: Any) -> Sizes:
-    """Return the parallel sizes of a job, of which DeepSpeed's grid has only the pipeline and tensor sizes.
+    """Return the pipeline, tensor, data, context and expert-parallel sizes of a job.
 
-    If these two are the plan's, the plan's sizes are returned, which may include context and expert sizes.
+    DeepSpeed's grid has the pipeline and the tensor-parallel size. If these are the planned ones, the result
+    is all planned sizes. Otherwise, context and expert-parallel size are taken as 1.
+
+    Args:
+        current: Has the plan of the job.
+        grid: DeepSpeed's PipelineParallelGrid, the arrangement of ranks in stages and tensor-parallel groups.
     """
-    planned = current.plan.sizes
+    planned = current.plan.sizes  # None if the plan was made without sizes
     pipeline = grid.pipe_parallel_size
     tensor = grid.model_parallel_size
     if planned is not None and planned.pipeline == pipeline and planned.tensor == tensor:
@@ -120,12 +131,16 @@ def grid_sizes(current: Session, grid: Any) -> Sizes:
 @with_session
 @by_name
 def _check_grid(current, call, instance):
-    """Compare the sizes of DeepSpeed's grid of ranks with the plan's, as soon as the grid exists.
+    """Check that the parallel sizes of a DeepSpeed job are those for which the job was planned.
 
-    Holmes reads the sizes of a job from the script's command-line flags. It does not know the flags of every
-    script; the grid has the sizes in any case.
+    The plan was made before the job started, with the sizes in the script's command-line flags. Scripts with
+    other flags show their sizes only here, when DeepSpeed has constructed its PipelineParallelGrid. All ranks
+    must make this check.
+
+    Raises:
+        HolmesError: The plan was made for other sizes.
     """
-    result = call()
+    result = call()  # PipelineParallelGrid.__init__
     check_grid(current, grid_sizes(current, instance))
     return result
 

@@ -1,18 +1,23 @@
-"""Splits DeepSpeed's PipelineModule into stages as planned, whatever partition_method the script chose.
+"""Gives each pipeline stage of DeepSpeed's PipelineModule the planned number of transformer blocks.
 
-    layer specs     to_half embedding positions | block block block block | norm head
-    plan            stage_layers (3, 1):            block block block | block
-    borders         0 .................................................. 6 ............. 9
+The model of a PipelineModule is a list of layer specs: each describes one layer, such as a transformer block
+or the embedding. DeepSpeed cuts the list into stages by itself. Here the plan of the job, which is made
+before the job starts, says how many blocks each stage gets:
 
-A layer spec describes one layer of the model, or one module such as the embedding. Borders are the first spec
-of each stage and the number of specs, as in DeepSpeed's module.parts.
+    layer specs       to_half embedding positions   block block block | block   norm head
+    index             0       1         2           3     4     5       6       7    8
+    planned blocks    3 on stage 0, 1 on stage 1
+    borders           0, 6, 9: stage 0 has specs 0 to 5, stage 1 has specs 6 to 8
 
-The plan gives the number of transformer blocks of each stage. Blocks are the specs of the class that repeats
-most. Specs before the first block go to the first stage, specs after the last block to the last stage, and
-specs between two blocks to the stage of the first of them.
+Borders are the index of the first spec of each stage, and then the number of specs. DeepSpeed stores them in
+module.parts.
 
-The script may also give borders itself, as partition_method=[0, 6, 9] or "0,6,9", which DeepSpeed lacks
-(deepspeedai/DeepSpeed#2974). They take precedence over the plan.
+Blocks are the specs of the class that occurs most often. All specs before the first block go to the first
+stage. All specs after the last block go to the last stage. Specs between two blocks go to the stage of the
+earlier block.
+
+A script may also give borders itself, as partition_method=[0, 6, 9] or "0,6,9". They take precedence over the
+plan. DeepSpeed alone does not accept them (deepspeedai/DeepSpeed#2974).
 """
 
 from __future__ import annotations
@@ -32,15 +37,18 @@ from holmes_ext.runtime import session
 from holmes_ext.words import tell_user
 
 _BORDER_LIST = re.compile(r"\s*\d+(\s*,\s*\d+)+\s*")  # a partition_method such as "0,6,9"
-#: PipelineModule -> the borders that DeepSpeed made, where the plan's have replaced them. A checkpoint that
-#: was saved without holmes has these borders (checkpoints.py).
+#: PipelineModule -> the borders that DeepSpeed made, if planned borders have replaced them. A checkpoint that
+#: was saved without holmes has DeepSpeed's borders; checkpoints.py reads them here.
 stock_parts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 
 def class_name(spec: Any) -> str | None:
-    """Return the class name of a layer spec or a module; None for functions and tied specs.
+    """Return the class name of a layer of DeepSpeed's PipelineModule, if it may be a transformer block.
 
-    These two cannot be transformer blocks.
+    Return None for functions and tied layers (TiedLayerSpec), which are never transformer blocks.
+
+    Args:
+        spec: An entry of the list of layers: a LayerSpec, a torch module or a function.
     """
     from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
     from torch.nn import Module
@@ -55,21 +63,27 @@ def class_name(spec: Any) -> str | None:
 
 
 def most_frequent(names: Sequence[str | None]) -> str | None:
-    """Return the class that occurs most often; None if there are only functions and tied specs."""
+    """Return the class name that occurs most often, or None if all entries are None.
+
+    Args:
+        names: Class name of each layer of a model; None for layers that cannot be transformer blocks.
+    """
     counts = Counter(name for name in names if name is not None)
     return max(counts, key=lambda name: counts[name], default=None)
 
 
 def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source: str) -> list[int]:
-    """Return the borders that give each stage its number of transformer blocks.
+    """Return the index of the first layer of each pipeline stage, and then the number of layers.
+
+    The transformer blocks of a model are the layers of the class that occurs most often.
 
     Args:
-        names: Class of each layer spec; None for specs that cannot be blocks.
-        stage_layers: Blocks of each stage.
-        source: Where stage_layers comes from, for the error.
+        names: Class name of each layer of the model; None for layers that cannot be transformer blocks.
+        stage_layers: Number of transformer blocks of each stage.
+        source: Where stage_layers comes from, such as the name of a file. Only used in the error message.
 
     Raises:
-        HolmesError: The model has another number of blocks than the stages together.
+        HolmesError: The number of transformer blocks in the model is not the sum of stage_layers.
     """
     total = sum(stage_layers)
     block_class = most_frequent(names)
@@ -81,20 +95,23 @@ def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source:
             actual = f"{len(block_indices)} layers of class {block_class}"
         planned = f"{source}: key 'stage_layers': {'+'.join(map(str, stage_layers))} = {total} layers"
         raise HolmesError(f"{planned}, but the model has {actual}; make the plan for this model")
-    blocks_before = itertools.accumulate(stage_layers[:-1])  # in the stages before each but the first
-    later_borders = [block_indices[count] for count in blocks_before]
+    # The first stage begins at layer 0. Each later stage begins at its first block: with n blocks in all the
+    # stages before it, that is block n.
+    blocks_in_stages_before = itertools.accumulate(stage_layers[:-1])
+    later_borders = [block_indices[count] for count in blocks_in_stages_before]
     return [0, *later_borders, len(names)]
 
 
 def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
-    """Return the borders that the script gave, as a list.
+    """Return the borders of a script's pipeline stages as a list, after checking them.
 
     Args:
-        specs: Number of layer specs of the model.
+        borders: Index of the first layer of each stage, and then the number of layers, e.g. [0, 6, 9].
+        specs: Number of layers of the model.
         stages: Number of pipeline stages.
 
     Raises:
-        HolmesError: The borders are not whole numbers that rise from 0 to `specs`, one more than stages.
+        HolmesError: An entry is no int, there are not stages + 1, or they do not rise from 0 to specs.
     """
     problem = ""
     if not all(type(border) is int for border in borders):
@@ -110,10 +127,15 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
 
 @by_name
 def _partition_layers(call, instance, method):
-    """Assign layers to stages by the script's list of borders, or else by the plan.
+    """Assign the layers of a PipelineModule to pipeline stages.
 
-    DeepSpeed's own partition runs first, because it also checks the module and prints the stages; its borders
-    are then replaced. Without a list and without planned layers, DeepSpeed's borders stay.
+    The first of these that exists decides:
+
+    1. The borders in the script's partition_method: the index of the first layer of each stage, and then the
+       number of layers.
+    2. The number of transformer blocks that the plan of the job has for each stage.
+    3. DeepSpeed's own partition. It always runs first, because it also checks the module and prints the
+    stages.
 
     Raises:
         HolmesError: The script's borders are not valid, or the plan was made for other stages or layers.
@@ -122,12 +144,12 @@ def _partition_layers(call, instance, method):
     script_borders = _borders_given_as(method)
     if script_borders is not None:
         borders = check_borders(script_borders, len(specs), instance.num_stages)
-        result = call(method="uniform")  # DeepSpeed does not accept a list
+        result = call(method="uniform")  # DeepSpeed's partition, which does not accept borders
         _set_borders(instance, borders, "the script's borders")
         return result
 
     result = call()
-    current = session.active()
+    current = session.active()  # has the plan; None if this process was started without holmes
     if current is None or not current.plan.stage_layers:
         return result
     plan = current.plan
@@ -137,14 +159,17 @@ def _partition_layers(call, instance, method):
             f"{key}, but the module has {instance.num_stages}; make the plan for this pipeline size"
         )
     borders = borders_of([class_name(spec) for spec in specs], plan.stage_layers, plan.source)
-    stock_parts[instance] = instance.parts
+    stock_parts[instance] = instance.parts  # DeepSpeed's borders; read when a checkpoint is loaded
     blocks = "+".join(map(str, plan.stage_layers))
     _set_borders(instance, borders, f"{plan.partition} partition, {blocks} blocks")
     return result
 
 
 def _borders_given_as(method: Any) -> Sequence[Any] | None:
-    """Return the borders in a partition_method such as [0, 6, 9] or "0,6,9"; None for DeepSpeed's methods."""
+    """Return the list of layer indices in a partition_method such as [0, 6, 9] or "0,6,9".
+
+    Return None for DeepSpeed's own methods, such as "uniform".
+    """
     if isinstance(method, (list, tuple)):
         return method
     if isinstance(method, str) and _BORDER_LIST.fullmatch(method):
@@ -153,14 +178,15 @@ def _borders_given_as(method: Any) -> Sequence[Any] | None:
 
 
 def _set_borders(module: Any, borders: list[int], source: str) -> None:
-    """Replace the borders of a PipelineModule, and print them on rank 0.
+    """Assign the layers of a PipelineModule to pipeline stages, and print the assignment on rank 0.
 
     Args:
-        source: Where the borders come from, for the user.
+        borders: Index of the first layer of each stage, and then the number of layers.
+        source: Where the borders come from, such as "the script's borders". It is printed.
     """
     stage = module._topo.get_coord(module.global_rank).pipe
     module.parts = borders
-    module._set_bounds(start=borders[stage], stop=borders[stage + 1])
+    module._set_bounds(start=borders[stage], stop=borders[stage + 1])  # the layers of this rank's stage
     if module.global_rank == 0:
         first_layers = ", ".join(map(str, borders[:-1]))
         specs = len(module._layer_specs)

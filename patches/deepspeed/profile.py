@@ -1,8 +1,11 @@
-"""Measures the layers of a model that DeepSpeed's pipeline engine trains (--holmes-profile).
+"""Measures how long each layer of a model takes in DeepSpeed's pipeline engine (--holmes-profile).
 
-The engine runs a schedule of instructions, such as ForwardPass, and looks up the function of each in a table
-of its class. For the measured steps, the engine gets a copy of this table whose functions are timed; hooks of
-the profiler (runtime/measure/profiler.py) time each layer.
+The engine executes a list of instructions in each training step, such as ForwardPass and SendActivation. It
+has a table from the class of an instruction to the function that executes it.
+
+1. In the first step, the engine gets a copy of this table whose functions are timed. Hooks on the layers
+   divide the time of a forward or backward pass among its layers (runtime/measure/profiler.py).
+2. After the measured steps, the copy and the hooks are removed, and rank 0 writes the profile.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.measure.profile_file import publish
 from holmes_ext.runtime.measure.profiler import Profiler, profiler
 
-#: Class of an instruction -> the kind of work as which the profile counts its time.
+#: Class of an instruction -> the kind of work for which the profile sums its time.
 KINDS = {
     "ForwardPass": "forward", "BackwardPass": "backward", "SendActivation": "send", "SendGrad": "send",
     "RecvActivation": "receive", "RecvGrad": "receive", "ReduceTiedGrads": "tied", "ReduceGrads": "reduce",
@@ -31,16 +34,20 @@ _profilers: weakref.WeakKeyDictionary[Any, Profiler | None] = weakref.WeakKeyDic
 
 
 def labels_of(module: Any) -> list[str | int]:
-    """Return a label for each layer spec of the whole model, on all stages.
+    """Return the label under which the profile sums the time of each layer of the model.
 
-    The label is the number of the transformer block, "before" for specs before the first block, or "after"
-    for specs after the last one. A spec between two blocks has the number of the first of them.
+    The model has a list of layers. Its transformer blocks are the layers of the class that occurs most often.
+    The labels are:
+
+    - the number of the block, from 0, for a block and for other layers between it and the next block
+    - "before" for layers before the first block
+    - "after" for layers after the last block
 
     Args:
-        module: The PipelineModule.
+        module: DeepSpeed's PipelineModule. The labels are for the layers of all its stages.
 
     Raises:
-        HolmesError: No class of layers repeats, so that the model has no blocks.
+        HolmesError: The model has no transformer blocks, only functions and tied layers.
     """
     names = [class_name(spec) for spec in module._layer_specs]
     block_class = most_frequent(names)
@@ -63,13 +70,21 @@ def labels_of(module: Any) -> list[str | int]:
 
 
 def own_layers(module: Any) -> list[tuple[str | int, Any]]:
-    """Return the layers of this stage, each with its label (see labels_of)."""
+    """Return the layers of this pipeline stage as pairs (label, layer).
+
+    The label is the number of a transformer block, or "before" or "after" all blocks.
+    """
     labels = labels_of(module)[module._local_start : module._local_stop]
     return list(zip(labels, module.forward_funcs))
 
 
 def gradient_bytes(layers: list[tuple[str | int, Any]]) -> dict[str | int, float]:
-    """Return the bytes of gradients for each label; layers without parameters count 0."""
+    """Return how many bytes of gradients the layers with each label have.
+
+    Args:
+        layers: Pairs of a label, such as the number of a transformer block, and a layer with this label. A
+            layer that is a function has no parameters, and therefore 0 bytes.
+    """
     bytes_of_label: dict[str | int, float] = {}
     for label, layer in layers:
         parameters = layer.parameters() if hasattr(layer, "parameters") else ()
@@ -79,17 +94,22 @@ def gradient_bytes(layers: list[tuple[str | int, Any]]) -> dict[str | int, float
 
 
 def _start_profiler(engine: Any, steps: int) -> Profiler:
-    """Time each layer and each instruction of an engine, and return the profiler that collects the times.
+    """Start to time the layers and the instructions of a pipeline engine, and return the profiler.
+
+    The engine looks up the function of each instruction, such as ForwardPass, in the table _INSTRUCTION_MAP
+    of its class. The engine object gets a copy of the table with timed functions, which hides the table of
+    the class.
 
     Args:
-        steps: Training steps to measure.
+        steps: Number of training steps to measure.
     """
     from torch.nn import Module
 
     prof = profiler(steps)
-    prof.watch([(label, layer) for label, layer in own_layers(engine.module) if isinstance(layer, Module)])
+    labelled_modules = [item for item in own_layers(engine.module) if isinstance(item[1], Module)]
+    prof.watch(labelled_modules)  # adds hooks that time each module
 
-    timed_kinds = dict(KINDS)
+    timed_kinds = dict(KINDS)  # name of an instruction -> kind of work
     if not engine.module.tied_comms:
         # Without tied layers ReduceTiedGrads does nothing, but is in every schedule. Its few microseconds
         # would look as if the last stage waited for the first.
@@ -99,7 +119,7 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
     for instruction, function in class_table.items():
         kind = timed_kinds.get(instruction.__name__)
         if kind is not None:
-            timed = prof.span(kind)  # a decorator that records a new span in every call
+            timed = prof.span(kind)  # a context manager, here used as a decorator: it times each call
             engine._INSTRUCTION_MAP[instruction] = timed(function)
     return prof
 
@@ -107,28 +127,32 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
 @with_session
 @by_name
 def _train_batch(current, call, instance):
-    """Measure one training step of the pipeline engine, and write the profile after the last measured step.
+    """Run one training step of the pipeline engine, and measure it if it is one of the first steps.
 
-    The profiler starts at the engine's first step and is removed after the last measured step, so that later
-    steps run at full speed.
+    The option --holmes-profile sets how many steps are measured. After the last of them, the profiler is
+    removed, so that later steps run at full speed, and the profile is written.
     """
     if instance not in _profilers:
         _profilers[instance] = _start_profiler(instance, current.options.profile_steps)
     prof = _profilers[instance]
     if prof is None:  # the profile has been written
-        return call()
+        return call()  # DeepSpeed's train_batch
     with prof.step():
         result = call()
     if prof.finished:
         _profilers[instance] = None
-        prof.release()
-        del instance._INSTRUCTION_MAP  # the copy with timed functions; the class has the original
+        prof.release()  # removes the hooks from the layers
+        del instance._INSTRUCTION_MAP  # the copy with timed functions; the class has the original table
         _write_profile(current, instance, prof)
     return result
 
 
 def _write_profile(current: session.Session, engine: Any, prof: Profiler) -> None:
-    """Collect the measurements of all stages, and write the profile on rank 0."""
+    """Collect what all ranks measured, and write it to the profile's file on rank 0.
+
+    publish() first also measures the gradient reduction and the transfers between stages alone, while nothing
+    else runs. All ranks must therefore call this function.
+    """
     import deepspeed
     from deepspeed.runtime.pipe import p2p
 
@@ -145,22 +169,26 @@ def _write_profile(current: session.Session, engine: Any, prof: Profiler) -> Non
         report,
         stages=engine.num_stages,
         gradient_bytes=gradient_bytes(own_layers(engine.module)),
-        group=engine.grid.get_data_parallel_group(),
+        group=engine.grid.get_data_parallel_group(),  # of the reduction that is measured
         device=engine.device,
-        send=p2p.send,
+        send=p2p.send,  # the transfers that are measured
         receive=p2p.recv,
     )
 
 
 def _activation_bytes(engine: Any) -> int:
-    """Return the bytes of one activation between this stage and a neighbour; 0 for a single stage.
+    """Return how many bytes this pipeline stage receives from a neighbouring stage for one micro-batch.
 
-    The first stage receives no activation, but a gradient of the same size from the next stage.
+    The number is the size of an activation. The first stage receives no activation, but the gradient of one,
+    which has the same size. If there is only one stage, the result is 0.
     """
     if engine.num_stages == 1:
         return 0
-    buffer = engine.grad_layer if engine.is_first_stage() else engine.pipe_recv_buf
-    tensors = buffer if isinstance(buffer, (tuple, list)) else [buffer]
+    if engine.is_first_stage():
+        receive_buffer = engine.grad_layer
+    else:
+        receive_buffer = engine.pipe_recv_buf
+    tensors = receive_buffer if isinstance(receive_buffer, (tuple, list)) else [receive_buffer]
     return sum(tensor.nbytes for tensor in tensors if hasattr(tensor, "nbytes"))
 
 

@@ -1,18 +1,22 @@
-"""DeepSpeed's pipeline engine with its gradient reduction overlapped.
+"""Reduces gradients in DeepSpeed's pipeline engine while the last backward pass of a step runs.
 
-In the engine's schedule the network idles while the last micro-batch's backward runs, and the GPUs while the
-network works. Under this patch the stage's gradients leave as they become final:
+DeepSpeed's engine accumulates gradients over all micro-batches and reduces them after the last backward pass.
+Gradients become final one after another during that pass. Here they are collected in buckets, and each bucket
+is sent when all its gradients are final. The end of a step, in the engine's instructions:
 
-    schedule   ... BackwardPass m-1 | BackwardPass m           | ReduceTiedGrads | ReduceGrads | OptimizerStep
-    stock                           |                          | tied            | everything  |
-    here                            | bucket 0, bucket 1, ...  | tied            | tied, last  |
-    one queue, not the first stage  |                          | buckets, tied   | tied, last  |
+    BackwardPass        of the last micro-batch: buckets 0, 1, 2, ... are sent
+    ReduceTiedGrads     gradients of weights that two stages share are summed over these stages, as in
+    DeepSpeed ReduceGrads         these gradients are sent in the last bucket; then the stage waits for all
+    buckets.
+                        DeepSpeed would reduce all gradients here.
+    OptimizerStep
 
-In one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a bucket that waits for the one before it holds up the
-backward pass, and with it the stages that wait for its gradient; they give the reduction time afterwards.
+Exception: CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one hardware queue, in which a bucket that waits for the
+previous one holds up the backward pass. The stages before this one then wait longer for their gradients.
+Therefore all stages but the first send their buckets after the backward pass, before ReduceTiedGrads.
 
-The sums are the engine's own: same group, same dtype on the wire, same divisors; only the cut into buckets
-differs. What is reduced is the gradient where the optimizer reads it: gradients.py.
+The sums are those of DeepSpeed: the same group, dtype and divisors. Only the division into buckets differs.
+gradients.py finds the gradients that the optimizer will read.
 """
 
 from __future__ import annotations
@@ -36,22 +40,29 @@ _ONE_QUEUE = (
     "CUDA_DEVICE_MAX_CONNECTIONS=1: the gradients of all stages but the first are sent after their last "
     "backward pass, which they would delay in the single hardware queue"
 )
-#: engine -> its _Overlap, or None where its configuration is not supported.
+#: DeepSpeed's pipeline engine -> its overlapped reduction; None if DeepSpeed's own reduction is used.
 _overlaps: weakref.WeakKeyDictionary[Any, _Overlap | None] = weakref.WeakKeyDictionary()
 
 
 def unsupported(engine: Any) -> str | None:
-    """Why this engine's reduction cannot be overlapped, or None; the same on all ranks."""
+    """Return why the gradient reduction of this DeepSpeed engine cannot overlap with its backward pass.
+
+    Return None if it can. All ranks get the same answer.
+    """
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
-    known = ("BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer", "DeepSpeedZeroOptimizer")
-    zero = kind == "DeepSpeedZeroOptimizer"
-    reasons = {
+    optimizer = engine.optimizer
+    name = type(optimizer).__name__
+    is_supported_wrapper = name in (
+        "BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer", "DeepSpeedZeroOptimizer",
+    )  # fmt: skip
+    is_plain_optimizer = optimizer is engine.basic_optimizer  # torch's, without a wrapper of DeepSpeed
+    is_zero = name == "DeepSpeedZeroOptimizer"
+    reasons = {  # reason -> whether it holds
         f"the engine is a {type(engine).__name__}, whose schedule is its own":
             type(engine) is not PipelineEngine,
         "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
-        f"the optimizer is a {kind}": optimizer is not engine.basic_optimizer and kind not in known,
+        f"the optimizer is a {name}": not is_plain_optimizer and not is_supported_wrapper,
         f"ZeRO stage {int(engine.zero_optimization_stage())}": engine.zero_optimization_stage() > 1,
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "expert parallelism": getattr(engine, "_autoep_folding_spec", None) is not None,
@@ -61,145 +72,189 @@ def unsupported(engine: Any) -> str | None:
         "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
         "ZenFlow": read_by_version("zenflow", engine),
         "DeepCompile": read_by_version("deepcompile", engine),
-        "ZeRO 1 accumulates beside the gradients": zero and read_by_version("accumulates_apart", optimizer),
+        "ZeRO 1 accumulates beside the gradients":
+            is_zero and read_by_version("accumulates_apart", optimizer),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class _Overlap:
-    """One engine's reducer. backwards_left: of the batch, 0 where the schedule is not of training."""
+    """Gradient reduction of one DeepSpeed pipeline engine that runs during its last backward pass."""
 
     def __init__(self, engine: Any):
         self.engine = engine
-        self.source = gradients_of(engine)
-        self.reducer: Any = None
-        self.backwards_left = 0
+        self.source = gradients_of(engine)  # knows which gradients the optimizer reads
+        self.reducer: Any = None  # a GradientReducer, which sends the buckets; made by prepare()
+        self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
         one_queue = engine.device.type == "cuda" and one_hardware_queue() and engine.num_stages > 1
-        self.holds = one_queue and engine.stage_id > 0
+        self.holds = one_queue and engine.stage_id > 0  # whether buckets wait for the end of the pass
         if one_queue and (current := session.active()):
             tell(current, _ONE_QUEUE, once=True)
 
     @property
     def armed(self) -> bool:
+        """Whether the last backward pass has begun, and the reduction has not ended yet."""
         return self.reducer is not None and self.reducer.armed
 
     def prepare(self) -> None:
-        """A reducer with the engine's arithmetic (DeepSpeedEngine.allreduce_bucket, ZeRO's average_tensor),
-        anew when the set of trained parameters changed (frozen layers)."""
-        from holmes_ext.runtime.reduce.reducer import GradientReducer  # torch is there by now
+        """Make the reducer, which averages gradients in buckets during a backward pass.
 
-        engine, source = self.engine, self.source
-        named = engine.module.named_parameters()
-        trained = [(name, p) for name, p in named if p.requires_grad and p.numel() and source.reduces(p)]
+        An existing reducer is used again if the same parameters are trained. Otherwise, as after a layer was
+        frozen, a new one replaces it. The reducer divides and sums like DeepSpeed's allreduce_bucket.
+        """
+        from holmes_ext.runtime.reduce.reducer import GradientReducer  # torch has been loaded by now
+
+        engine = self.engine
+        source = self.source
+        trained = [
+            (name, parameter)
+            for name, parameter in engine.module.named_parameters()
+            if parameter.requires_grad and parameter.numel() and source.reduces(parameter)
+        ]
         if self.reducer is not None:
-            if self.reducer.covers(p for _, p in trained):
+            if self.reducer.covers(parameter for _, parameter in trained):
                 return
             self.reducer.close()
+        tied_weights = [weight for weight, _ in engine.module.get_tied_weights_and_groups()]
         self.reducer = GradientReducer(
-            trained, engine.mpu.get_data_parallel_group(), average=engine.gradient_average,
-            predivide=source.predivide(engine.dp_world_size), gradient=source.gradient,
-            communication_dtype=source.communication_dtype, owners=source.owners(),
-            deferred=[weight for weight, _ in engine.module.get_tied_weights_and_groups()])
+            trained,
+            engine.mpu.get_data_parallel_group(),
+            average=engine.gradient_average,
+            predivide=source.predivide(engine.dp_world_size),
+            gradient=source.gradient,  # parameter -> the gradient that the optimizer reads
+            communication_dtype=source.communication_dtype,
+            owners=source.owners(),  # ranks that need only a part of a gradient
+            deferred=tied_weights,  # sent last, after they have been summed over their stages
+        )
 
 
 def overlap_of(engine: Any) -> _Overlap | None:
-    """The engine's _Overlap, also without a plan; None where the plan's stage does without, or it cannot be
-    overlapped, which is told."""
-    if engine not in _overlaps:
-        current, wanted = session.active(), [engine.is_data_parallel] * engine.num_stages
-        if current is not None and engine.is_data_parallel:
-            stages = current.stages(grid_sizes(current, engine.grid), backend_of())
-            wanted = [way.overlap for way in stages]
-        reason = unsupported(engine) if any(wanted) else None
-        # the user's own setting wins over auto; where it contradicts "on", ds_config.py has said so before
-        if any(wanted) and not reason and current is not None and current.options.overlap == "auto":
-            zero = engine._config._param_dict.get("zero_optimization", {})
-            if zero.get("overlap_comm") is False:
-                reason = "zero_optimization.overlap_comm is false"
-        if reason and current is not None and "overlap" in current.options.required_features:
-            what = "DeepSpeed's gradient reduction cannot be overlapped"
-            raise HolmesError(f"--holmes-require overlap: {what}: {reason}")
-        if reason and engine.global_rank == 0:  # also where the patches are on without a session
-            tell_user(f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}")
-        ours = wanted[engine.stage_id] and not reason
-        _overlaps[engine] = _Overlap(weakref.proxy(engine)) if ours else None
+    """Return the overlapped gradient reduction of a DeepSpeed engine, or None if DeepSpeed's own is used.
+
+    Overlapped means that it runs during the last backward pass of a step. The first call decides:
+
+    - Without a plan, every stage overlaps its reduction with the backward pass.
+    - With a plan, a stage overlaps it if the plan says so.
+    - If the engine does not support the overlap, no stage has it. Rank 0 then prints the reason.
+
+    Raises:
+        HolmesError: The option --holmes-require overlap is set, but the engine does not support it.
+    """
+    if engine in _overlaps:
+        return _overlaps[engine]
+    current = session.active()  # has plan and options; None if this process was started without holmes
+    wanted = [engine.is_data_parallel] * engine.num_stages  # for each stage
+    if current is not None and engine.is_data_parallel:
+        stages = current.stages(grid_sizes(current, engine.grid), backend_of())
+        wanted = [reduction.overlap for reduction in stages]
+    reason = _reason_against_overlap(engine, current) if any(wanted) else None
+    if reason and current is not None and "overlap" in current.options.required_features:
+        what = "DeepSpeed's gradient reduction cannot be overlapped"
+        raise HolmesError(f"--holmes-require overlap: {what}: {reason}")
+    if reason and engine.global_rank == 0:
+        tell_user(f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}")
+    is_overlapped = wanted[engine.stage_id] and not reason
+    _overlaps[engine] = _Overlap(weakref.proxy(engine)) if is_overlapped else None
     return _overlaps[engine]
 
 
-@by_name
-def _begin(call, instance, pipe_schedule):
-    """Count the backward passes of the batch that begins, to recognize the last one.
+def _reason_against_overlap(engine: Any, current: session.Session | None) -> str | None:
+    """Return why the gradient reduction of this engine is not overlapped with its backward pass, or None.
 
-    DeepSpeed's _exec_schedule runs all instructions of one batch, of training or of evaluation.
+    The reason is a feature of the engine that does not allow it, or the user's setting overlap_comm=false in
+    DeepSpeed's configuration. With --holmes-overlap on, the setting does not count: ds_config.py has printed
+    that the option contradicts it.
+    """
+    reason = unsupported(engine)
+    if reason:
+        return reason
+    if current is not None and current.options.overlap == "auto":
+        zero = engine._config._param_dict.get("zero_optimization", {})
+        if zero.get("overlap_comm") is False:
+            return "zero_optimization.overlap_comm is false"
+    return None
+
+
+@by_name
+def _start_countdown(call, instance, pipe_schedule):
+    """Set the number of backward passes until the gradients of a batch are final, then run the batch.
+
+    The number is the number of micro-batches in training, and 0 in evaluation. The patched function is
+    DeepSpeed's _exec_schedule, which runs all instructions of one batch.
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    if instance.optimizer is None:
+    if instance.optimizer is None:  # evaluation only
         return call()
-    overlap = overlap_of(instance)
+    overlap = overlap_of(instance)  # None if DeepSpeed's own reduction is used
     if overlap is not None:
         is_training = isinstance(pipe_schedule, TrainSchedule)
-        overlap.backwards_left = instance.micro_batches if is_training else 0
+        overlap.backwards_left = instance.micro_batches if is_training else 0  # read by _run_backward
     return call()
 
 
 @by_name
-def _backward(call, instance):
-    """Reduce gradients while the last backward pass of a batch runs.
+def _run_backward(call, instance):
+    """Run one backward pass. If it is the last one of the batch, reduce gradients at the same time.
 
-    DeepSpeed accumulates gradients over the micro-batches and reduces them after the last backward pass. In
-    that pass each gradient becomes final, and the reducer sends a bucket as soon as all its gradients are.
+    DeepSpeed accumulates gradients over the micro-batches, so each becomes final in the last backward pass.
+    An object called the reducer averages them in buckets over the data-parallel ranks. It sends a bucket as
+    soon as all gradients in it are final.
     """
-    overlap = overlap_of(instance)
+    overlap = overlap_of(instance)  # None if DeepSpeed's own reduction is used
     if overlap is None:
-        return call()
-    overlap.backwards_left -= 1
+        return call()  # DeepSpeed's _exec_backward_pass
+    overlap.backwards_left -= 1  # _start_countdown has set it to the number of micro-batches
     if overlap.backwards_left != 0:
         return call()
-    overlap.prepare()
-    overlap.reducer.arm(hold=overlap.holds)  # hold: buckets wait until the pass has ended
-    with overlap.source.folding():
+    overlap.prepare()  # makes the reducer
+    overlap.reducer.arm(hold=overlap.holds)  # hold=True: send no bucket before _send_held_buckets runs
+    # BF16_Optimizer has float32 sums of gradients. Inside last_backward(), each gradient is added to its sum
+    # when its bucket is sent.
+    with overlap.source.last_backward():
         return call()
 
 
 @by_name
-def _reduce_tied(call, instance):
-    """Send the buckets that were held back during the backward pass, then reduce the tied gradients.
+def _send_held_buckets(call, instance):
+    """Send the gradients that were not sent during the last backward pass, then reduce tied gradients.
 
-    Tied gradients are summed with another stage, which may reach this instruction later. The buckets use
-    that time.
+    Gradients are held back if the GPU has one hardware queue. Tied gradients, of weights that two stages
+    share, are summed with the other stage. This stage may have to wait for it, and the gradients that are
+    sent here travel in that time.
     """
     overlap = _overlaps.get(instance)
     if overlap is not None and overlap.armed:
         overlap.reducer.release()
-    return call()
+    return call()  # DeepSpeed's _exec_reduce_tied_grads
 
 
 @by_name
-def _reduce(call, instance):
-    """Finish the overlapped reduction, in place of DeepSpeed's reduction of all gradients.
+def _finish_reduction(call, instance):
+    """Wait until the gradients that were sent during the backward pass are reduced on all ranks.
 
-    Gradients of tied weights, which were summed over their stages in the instruction before, are sent now.
-    Then the reducer waits for all buckets.
+    This replaces DeepSpeed's _exec_reduce_grads, which would reduce all gradients now. Only gradients of tied
+    weights are still sent here: the instruction before has summed them over their stages.
     """
     overlap = _overlaps.get(instance)
     if overlap is None or not overlap.armed:
-        return call()
-    call.refuse_unknown()
-    overlap.reducer.finish()
-    overlap.source.after()
+        return call()  # DeepSpeed's own reduction
+    call.refuse_unknown()  # raise if a later DeepSpeed passes arguments that this function does not have
+    overlap.reducer.finish()  # sends the last gradients, and waits
+    # ZeRO 1: collect the gradients of this rank's partition, as DeepSpeed does after its own reduction.
+    overlap.source.after_reduction()
 
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
     Patch(OVERLAP, f"{_ENGINE}._exec_schedule",
-          "where a batch begins, to know which backward pass is its last", _begin),
+          "where a batch begins, to know which backward pass is its last", _start_countdown),
     Patch(OVERLAP, f"{_ENGINE}._exec_backward_pass",
-          "the engine reduces nothing before its last backward pass has ended", _backward,
+          "the engine reduces nothing before its last backward pass has ended", _run_backward,
           parameters=("buffer_id",)),
     Patch(OVERLAP, f"{_ENGINE}._exec_reduce_tied_grads",
-          "after the last gradient's send, before any reduction", _reduce_tied),
+          "after the last gradient's send, before any reduction", _send_held_buckets),
     Patch(OVERLAP, f"{_ENGINE}._exec_reduce_grads",
-          "what is left of the reduction, in place of the whole of it", _reduce),
+          "what is left of the reduction, in place of the whole of it", _finish_reduction),
 )  # fmt: skip

@@ -1,6 +1,11 @@
-"""Where the steps of DeepSpeed's engines begin and end, and what its groups are for: telemetry, the watchdog
-and the plan that learns look on. A step's messages have all come when it ends (edges.py), so any step may
-begin with another number of micro-batches in flight."""
+"""Reports training steps, passes and process groups of DeepSpeed's engines to other modules of holmes.
+
+    telemetry   (runtime/measure/telemetry.py) records when each training step begins and ends, and what each
+                process group is for. The watchdog reads these records, too.
+    adapt       (runtime/adapt) changes the plan while the job runs, by measured times. Before a training step
+                it may change the number of micro-batches in flight of each pipeline stage: those whose
+                forward pass has begun, and whose backward pass has not ended.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +29,10 @@ from holmes_ext.runtime.measure import telemetry
 
 @by_name
 def _train_batch(call, instance):
-    """Record the start and the end of a training step of the pipeline engine."""
+    """Run a training step of DeepSpeed's pipeline engine, and record when it begins and ends."""
     recorder = telemetry.recorder
     if recorder is None:
-        return call()
+        return call()  # DeepSpeed's train_batch
     recorder.step_begins()
     result = call()
     recorder.step_done("engine", _tokens(instance))
@@ -35,34 +40,48 @@ def _train_batch(call, instance):
 
 
 def _tokens(engine: Any) -> int:
-    """Of a batch on all ranks, where the first stage's input is whole numbers [batch, sequence]; else 0."""
+    """Return the number of tokens in the latest batch of all ranks, or 0 if it is not known.
+
+    It is known on the first pipeline stage if the input of the model is a tensor of token numbers, i.e. of
+    integers in the shape [micro-batch size, sequence length].
+    """
     try:
         first = engine.pipe_buffers["inputs"][0]
         tensor = first[0] if isinstance(first, (tuple, list)) else first
-        whole = tensor.dim() == 2 and not tensor.is_floating_point()
-        return engine.train_batch_size() * tensor.shape[1] if whole and engine.is_first_stage() else 0
-    except (AttributeError, KeyError, IndexError, TypeError):  # nothing of a trainer's business
-        return 0
+        is_token_numbers = tensor.dim() == 2 and not tensor.is_floating_point()
+        if not is_token_numbers or not engine.is_first_stage():
+            return 0
+        sequence_length = tensor.shape[1]
+        return engine.train_batch_size() * sequence_length
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return 0  # the input is something else; telemetry must not stop the training
 
 
 @by_name
 def _engine_step(call, instance):
-    """Record the end of a training step of the plain engine.
+    """Run DeepSpeedEngine.step(), and record the end of a training step if the weights were updated.
 
-    A program calls DeepSpeedEngine.step() after every micro-batch; only the call at a gradient accumulation
-    boundary updates the weights. That is asked first, because step() moves on to the next micro-batch.
+    A program calls DeepSpeedEngine.step() after every micro-batch. Only the call at a gradient accumulation
+    boundary updates the weights and ends a training step.
     """
     recorder = telemetry.recorder
-    ends_step = recorder is not None and instance.is_gradient_accumulation_boundary()
+    if recorder is None:
+        return call()
+    # Read before step(), which goes on to the next micro-batch.
+    ends_step = instance.is_gradient_accumulation_boundary()
     result = call()
-    if recorder is not None and ends_step:
+    if ends_step:
         recorder.step_done("engine")
     return result
 
 
 @by_name
-def _learn_grid(call, instance):
-    """Report the sizes of DeepSpeed's grid to the telemetry, which names process groups by them."""
+def _report_sizes(call, instance):
+    """Report the pipeline, tensor and data-parallel sizes to the telemetry.
+
+    The telemetry uses the sizes to find out what each process group is for. DeepSpeed's PipelineParallelGrid
+    has them when its constructor, the patched function, has run.
+    """
     call()
     sizes = Sizes(
         pipeline=instance.pipe_parallel_size,
@@ -78,7 +97,9 @@ def _stage(engine: Any) -> Stage:
     module, grid = engine.module, engine.grid
     try:
         layers = own_layers(module)
-    except HolmesError:  # no class of layers repeats: a stage is one block
+    except HolmesError:
+        # The model has no transformer blocks. Each stage then counts as one block, with the number of the
+        # stage.
         layers = [(engine.stage_id, layer) for layer in module.forward_funcs]
     stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(engine.num_stages)}
     return Stage(f"deepspeed {deepspeed.__version__}", engine.stage_id, grid.model_parallel_size,
@@ -88,21 +109,25 @@ def _stage(engine: Any) -> Stage:
 @with_session
 @by_name
 def _exec_schedule(current, call, instance, pipe_schedule):
-    """Let the number of micro-batches in flight adapt to measured times, before a training step begins.
+    """Change the number of micro-batches in flight if measured times suggest it, then run a training step.
 
-    Only steps that edges.py schedules can change that number: training with DeepSpeed's own schedule class,
-    and a plan that does not list every pass (--holmes-passes).
+    A micro-batch is in flight from its forward pass to its backward pass. edges.py, which replaces
+    DeepSpeed's pipeline schedule, keeps the planned number in flight. Nothing is changed here:
+
+    - if edges.py does not replace the schedule of this step
+    - if the plan lists every pass (--holmes-passes), which fixes the number
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    if not registry().is_on(EDGES.name):
-        return call()
-    network_api = network_api_of(backend_of())
+    if not registry().is_on(EDGES.name):  # the patches of edges.py
+        return call()  # DeepSpeed's _exec_schedule
+    network_api = network_api_of(backend_of())  # None if the backend is neither gloo nor NCCL
     if not network_api or type(pipe_schedule) is not TrainSchedule or unsupported(instance):
         return call()
     sizes = grid_sizes(current, instance.grid)
     lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).passes)
     if not lists_passes:
+        # Looks at the measured times, and may replace the number in the plan.
         begin_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))
     return call()
 
@@ -117,6 +142,6 @@ PATCHES = (
             inside(partial(telemetry.span, kind)))
       for kind in ("forward", "backward")),
     Patch(TELEMETRY, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-          "the pipeline's size tells what each group is for", _learn_grid, parameters=("topology",)),
+          "the pipeline's size tells what each group is for", _report_sizes, parameters=("topology",)),
     Patch(ADAPT, f"{_PIPE}._exec_schedule", "where a step of training begins", _exec_schedule),
 )  # fmt: skip

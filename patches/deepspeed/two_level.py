@@ -1,21 +1,24 @@
-"""DeepSpeed's own gradient reduction in two levels, where a data-parallel group straddles clusters.
+"""Sums DeepSpeed's gradients in two levels if a data-parallel group has ranks in several clusters.
 
-    engine                 its buckets are averaged by                                    in two levels
-    ZeRO 0, BF16_Optimizer DeepSpeedEngine.allreduce_bucket                               yes
-    ZeRO 1 and 2           DeepSpeedZeroOptimizer's, an all-reduce too (0.19.8)           yes
-    ZeRO 3                 reduce_scatter_coalesced, one partition for each rank          no
+A two-level all-reduce first sums the gradients inside each cluster, over the fast network there. Then it sums
+the results between clusters, so that each gradient goes over the slow network once for each cluster.
 
-Which gradients travel together, when, in which dtype and divided by what stays DeepSpeed's; only the sum of a
-bucket takes another way. ZeRO 3 keeps stock collectives: it gathers every layer's parameters over the whole
-group in each forward and backward pass, twice the bytes of its gradients; zero_hpz_partition_size (ZeRO++)
-keeps the backward pass's inside clusters. One line says what that takes, predicted.
+DeepSpeed collects gradients in buckets and sums each bucket with an all-reduce over the whole group. A patch
+of deepspeed.comm.all_reduce makes this sum in two levels. It does not change which gradients are in a bucket,
+their dtype and their divisor.
 
-Gradients of tied layers (TiedLayerSpec) cross once for a stage instead of once for each of its data-parallel
-ranks, when the engine would reduce them and from where it would:
+    optimizer               summed in                                  in two levels
+    ZeRO 0, BF16_Optimizer  DeepSpeedEngine.allreduce_bucket           yes
+    ZeRO 1 and 2            DeepSpeedZeroOptimizer                     yes
+    ZeRO 3                  reduce_scatter_coalesced                   no
 
-    engine   every rank all-reduces the whole gradient with its twin of the other stage
-    here     the sum over all ranks of both stages, in two levels, divided by the data-parallel ranks: what
-             the average that follows (ReduceGrads) would make of it (runtime/reduce/tied.py)
+ZeRO 3 also gathers all weights in each forward and backward pass. A message says how long that takes between
+clusters, as predicted from the networks of the job.
+
+Tied layers (TiedLayerSpec) are on two pipeline stages. In DeepSpeed each data-parallel rank sums the whole
+gradient with one rank of the other stage. Another patch sums it in two levels over all ranks of both stages
+(runtime/reduce/tied.py). If these are in two clusters, each stage sends the gradient to the other cluster
+once, and not once for each of its ranks.
 """
 
 from __future__ import annotations
@@ -37,36 +40,43 @@ from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
 
-#: Not empty while DeepSpeed averages a bucket of gradients: an all-reduce is then one of gradients.
+#: Its list `instances` is not empty while DeepSpeed averages a bucket of gradients. An all-reduce is then one
+#: of gradients.
 _averaging = Running()
-#: Not empty while DeepSpeed reduces tied gradients: an all-reduce is then one of those.
+#: Its list `instances` has the engines that reduce the gradients of tied layers now. An all-reduce is then
+#: one of these gradients.
 _reducing_tied = Running()
-#: Process group -> the reduction that is planned for it (plan.traffic.Reduction).
-_ways: weakref.WeakKeyDictionary[Any, Reduction] = weakref.WeakKeyDictionary()
+#: Process group -> how the plan of the job reduces its gradients.
+_planned_reductions: weakref.WeakKeyDictionary[Any, Reduction] = weakref.WeakKeyDictionary()
 #: Process group -> its two-level all-reduce.
-_made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_two_level_all_reduces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @by_name
 def _all_reduce(call, instance, tensor, op, group, async_op):
-    """Sum a bucket of gradients in two levels, inside each cluster and then between clusters.
+    """Sum a bucket of gradients in two levels: inside each cluster, and then between clusters.
 
-    DeepSpeed averages gradients with deepspeed.comm.all_reduce, over the whole group at once. All other
-    all-reduces, those that are no blocking sum, and buckets for which the plan has torch's all-reduce are
-    left to DeepSpeed.
+    The patched function is deepspeed.comm.all_reduce, which DeepSpeed calls for gradients and for other
+    tensors. call() runs DeepSpeed's own function:
+
+    - for other tensors than gradients
+    - if the call is asynchronous, or no sum
+    - if the plan of the job has no two-level sum for this group and size
 
     Raises:
-        HolmesError: the all-reduce failed; the error names the bucket, the ranks and their network.
+        HolmesError: The two-level sum failed. The message has the bucket, the ranks and their network.
     """
-    if not _averaging.instances or session.active() is None:
+    is_gradient = bool(_averaging.instances)  # true while DeepSpeed's functions that average a bucket run
+    if not is_gradient or session.active() is None:
         return call()
     import torch.distributed as dist
 
-    is_sum = getattr(op, "name", "") == "SUM"  # of DeepSpeed's ReduceOp or torch's
-    if not is_sum or async_op or call.unknown() or not tensor.is_contiguous():
+    is_sum = getattr(op, "name", "") == "SUM"  # op is DeepSpeed's ReduceOp or torch's
+    has_other_arguments = call.unknown()  # a later DeepSpeed may pass some that are not handled here
+    if not is_sum or async_op or has_other_arguments or not tensor.is_contiguous():
         return call()
     group = group or dist.group.WORLD
-    two_level_all_reduce = _two_level(group, tensor.nbytes)
+    two_level_all_reduce = _two_level_all_reduce_of(group, tensor.nbytes)
     if two_level_all_reduce is None:
         return call()
     try:
@@ -78,50 +88,55 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
         raise HolmesError(describe_failure(bucket, ranks, fabric, str(error))) from error
 
 
-def _two_level(group: Any, size: int) -> Any:
-    """Return the group's two-level all-reduce, or None if the plan has torch's for this size.
+def _two_level_all_reduce_of(group: Any, size: int) -> Any:
+    """Return the function that sums a tensor over a group in two levels, inside and between clusters.
 
-    The answer is the same on all ranks of the group. The first call makes the groups of the two levels, which
-    is a collective.
+    Return None if the group is in one cluster, or the tensor is so small that torch's all-reduce is faster.
+    All ranks of the group get the same answer. The first call makes process groups, so all ranks must make
+    it.
 
     Args:
         size: Bytes of the tensor.
 
     Raises:
-        HolmesError: --holmes-compress int8, which DeepSpeed's buckets do not allow.
+        HolmesError: The option --holmes-compress int8 is set. It does not work with DeepSpeed's buckets.
     """
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.straddling import planned, two_level_for
 
-    reduction = _ways.get(group)
+    reduction = _planned_reductions.get(group)
     if reduction is None:
-        reduction = planned(group)
+        reduction = planned(group)  # how the plan of the job reduces the gradients of this group
         assert reduction is not None  # all callers have a session
-        _ways[group] = reduction
-    two_levels = bool(reduction.clusters) and size >= reduction.two_level_from
-    # reported: reduce.py has printed already why a pipeline engine's reduction is not overlapped.
-    session.note_reduction(group_ranks(group), _planned_here(reduction), size, two_levels=two_levels,
+        _planned_reductions[group] = reduction
+    is_over_clusters = bool(reduction.clusters)
+    two_levels = is_over_clusters and size >= reduction.two_level_from
+    # Record how the gradients were reduced. A later check compares this with the plan. reported=True: the
+    # user knows already why the reduction does not overlap with the backward pass, because reduce.py prints
+    # it.
+    session.note_reduction(group_ranks(group), _reduction_for_engine(reduction), size, two_levels=two_levels,
                            overlap=False, reported=True)
     if not two_levels:
         return None
-    if group not in _made:
+    if group not in _two_level_all_reduces:
         if reduction.compress == "int8":
             raise HolmesError(
                 "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's "
                 "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
                 "--holmes-overlap on")
-        _made[group] = two_level_for(group, size, reduction)
-    return _made[group]
+        _two_level_all_reduces[group] = two_level_for(group, size, reduction)
+    return _two_level_all_reduces[group]
 
 
-def _planned_here(reduction: Reduction) -> Reduction:
-    """Return the planned reduction, without overlap if the engine is no pipeline engine.
+def _reduction_for_engine(reduction: Reduction) -> Reduction:
+    """Return the planned gradient reduction, without overlap if the engine is no pipeline engine.
 
-    The plain engine's reductions cannot overlap, whatever the plan has for a pipeline engine.
+    The plan assumes a pipeline engine, whose reduction may overlap with the backward pass. DeepSpeedEngine's
+    own reduction cannot.
     """
     from deepspeed.runtime.pipe import p2p
 
-    has_pipeline_engine = p2p._grid is not None  # set when a pipeline engine sets up its p2p
+    has_pipeline_engine = p2p._grid is not None  # DeepSpeed sets it when it makes a pipeline engine
     if has_pipeline_engine:
         return reduction
     return replace(reduction, overlap=False)
@@ -129,59 +144,82 @@ def _planned_here(reduction: Reduction) -> Reduction:
 
 @with_session
 @by_name
-def _tell_stage_3(current, call, instance):
-    """Print once how long ZeRO 3 gathers weights between clusters, after DeepSpeed set ZeRO up.
+def _report_zero_3(current, call, instance):
+    """Print how long ZeRO 3 will gather weights between clusters, if the engine uses ZeRO 3.
 
-    ZeRO 3 keeps DeepSpeed's own collectives, which are not planned.
+    ZeRO 3 uses DeepSpeed's own collectives, over all ranks at once. Holmes does not change these.
     """
-    result = call()
+    result = call()  # DeepSpeedEngine._configure_zero_optimizer
     if instance.zero_optimization_stage() == 3:
-        tell(current, _stage_3(current, instance))
+        tell(current, _zero_3_message(current, instance))
     return result
 
 
-def _stage_3(current: session.Session, engine: Any) -> str:
-    """The line; "" where the weights are sharded inside one cluster."""
-    plan, group = current.plan, engine.seq_data_parallel_group
-    ranks, backend, size = group_ranks(group), backend_of(group), engine.zero_hpz_partition_size()
-    clusters, network_api = plan.by_cluster(ranks), network_api_of(backend) or SOCKETS
+def _zero_3_message(current: session.Session, engine: Any) -> str:
+    """Return a message with the time in which ZeRO 3 gathers weights between clusters.
+
+    The time is predicted from the networks of the plan. If all ranks that share the weights are in one
+    cluster, the message is "".
+    """
+    plan = current.plan
+    group = engine.seq_data_parallel_group
+    ranks = group_ranks(group)
+    network_api = network_api_of(backend_of(group)) or SOCKETS
+    clusters = plan.by_cluster(ranks)  # name of a cluster -> its ranks
     if len(clusters) < 2:
         return ""
-    weights = float(sum(getattr(p, "ds_numel", p.numel()) * p.itemsize for p in engine.module.parameters()))
-    units = sum(bool(module._parameters) for module in engine.module.modules())
-    once, least = ShardedWeights(units, weights, weights, again=0), min(map(len, clusters.values()))
-    seconds = sharded_seconds(plan, ranks, once if size > 1 else replace(once, again=1), network_api)
-    text = (f"ZeRO 3 gathers {format_bytes(weights)} of weights across clusters {', '.join(clusters)} in "
-            f"every micro-batch, {seconds:.3g} s of it (predicted)")
-    crossing = straddling_rows(plan, [range(rank, rank + size) for rank in range(0, plan.world_size, size)])
-    if size > 1 and crossing:
-        return f"{text}; zero_hpz_partition_size {size} crosses in the backward pass too: {crossing}"
-    if size > 1 or least < 2:
+    parameters = engine.module.parameters()  # ZeRO 3 stores the size of the whole parameter in ds_numel
+    weight_bytes = float(sum(getattr(p, "ds_numel", p.numel()) * p.itemsize for p in parameters))
+    # ZeRO 3 makes one gather for each module that has parameters of its own.
+    gathers = sum(bool(module._parameters) for module in engine.module.modules())
+    forward_only = ShardedWeights(gathers, weight_bytes, weight_bytes, again=0)
+    in_both_passes = replace(forward_only, again=1)
+
+    # With ZeRO++'s zero_hpz_partition_size above 1, the backward pass gathers inside groups of this size.
+    hpz_size = engine.zero_hpz_partition_size()
+    seconds = sharded_seconds(plan, ranks, forward_only if hpz_size > 1 else in_both_passes, network_api)
+    text = (f"ZeRO 3 gathers {format_bytes(weight_bytes)} of weights across clusters {', '.join(clusters)} "
+            f"in every micro-batch, {seconds:.3g} s of it (predicted)")
+    if hpz_size > 1:
+        hpz_groups = [range(rank, rank + hpz_size) for rank in range(0, plan.world_size, hpz_size)]
+        crossing = straddling_rows(plan, hpz_groups)  # names a group with ranks in several clusters
+        if crossing:
+            return f"{text}; zero_hpz_partition_size {hpz_size} crosses in the backward pass too: {crossing}"
         return text
-    return (f"{text}; with zero_hpz_partition_size {least} the backward pass gathers inside clusters:"
-            f" {sharded_seconds(plan, ranks, once, network_api):.3g} s; ZeRO 1 and 2 send less still")
+    smallest_cluster = min(map(len, clusters.values()))  # ranks
+    if smallest_cluster < 2:
+        return text
+    hpz_seconds = sharded_seconds(plan, ranks, forward_only, network_api)
+    return (f"{text}; with zero_hpz_partition_size {smallest_cluster} the backward pass gathers inside "
+            f"clusters: {hpz_seconds:.3g} s; ZeRO 1 and 2 send less still")
 
 
 @with_session
 @by_name
 def _all_reduce_tied(current, call, instance, tensor, group):
-    """Sum the gradient of a weight that two stages share, over all data-parallel ranks of both stages.
+    """Average the gradient of a weight that two pipeline stages share, over all ranks of both stages.
 
-    In DeepSpeed every rank all-reduces the whole gradient with one rank of the other stage, so that each of
-    them sends it to another cluster. The two-level sum over all ranks crosses once for each stage. It is
-    divided by the data-parallel size, which gives the average that DeepSpeed would compute next.
+    In DeepSpeed each rank sums the whole gradient with one rank of the other stage, maybe in another cluster.
+    DeepSpeed then averages the sums over the data-parallel ranks of each stage.
+
+    This function computes the same average at once, in two levels: inside each cluster, and then between
+    clusters. That sends less between clusters. The average that follows in DeepSpeed no longer changes it.
     """
-    if not _reducing_tied.instances or call.unknown():
+    engines_with_tied_reduction = _reducing_tied.instances  # those in _exec_reduce_tied_grads now
+    if not engines_with_tied_reduction:
+        return call()  # deepspeed.comm.all_reduce, here of another tensor
+    if call.unknown():  # arguments that this function does not handle, of a later DeepSpeed
         return call()
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.tied import tied_sum_of
 
-    engine = _reducing_tied.instances[-1]
+    engine = engines_with_tied_reduction[-1]
     sizes = grid_sizes(current, engine.grid)
-    tied_sum = tied_sum_of(group, sizes, tensor.device.type)
-    if tied_sum is None or not tied_sum.takes(tensor):
+    tied_sum = tied_sum_of(group, sizes, tensor.device.type)  # None if the plan has no two-level sum for it
+    if tied_sum is None or not tied_sum.takes(tensor):  # takes() refuses small and non-contiguous tensors
         return call()
-    tied_sum(tensor, tied_sum.twins)
+    data_parallel_size = tied_sum.twins
+    tied_sum(tensor, data_parallel_size)  # the two-level sum, divided by this size
 
 
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -194,7 +232,7 @@ PATCHES = (
       for target in (f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket",
                      f"{_ZERO}.gradient_reduction_w_predivide")),
     Patch(TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer",
-          "says that ZeRO 3 over several clusters is not helped", _tell_stage_3),
+          "says that ZeRO 3 over several clusters is not helped", _report_zero_3),
     Patch(TIED, "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_tied_grads",
           "tells the all-reduces of tied gradients from others", _reducing_tied),
     Patch(TIED, "deepspeed.comm.comm:all_reduce",

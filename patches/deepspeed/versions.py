@@ -1,4 +1,7 @@
-"""Reads settings of DeepSpeed's engines and optimizers that its versions store in different places."""
+"""Reads settings of DeepSpeed's engines and optimizers that releases of DeepSpeed store in different places.
+
+A table has, for each setting, the releases that moved it and a function that reads it from then on.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,23 @@ def _muon(zero: Any) -> bool:
 
 
 def offsets(group: list[Any]) -> list[int]:
-    """Return the first element of each parameter in a flat buffer that holds them one after the other."""
+    """Return the index at which each parameter begins in a flat buffer of all parameters, without padding.
+
+    Args:
+        group: The parameters, in the order of the buffer.
+    """
     return [end - p.numel() for p, end in zip(group, accumulate(p.numel() for p in group))]
 
 
-_NEVER = ("0", lambda _: False)  # for releases that lack the setting
+_NEVER = ("0", lambda _: False)  # an entry of the table for the oldest releases, which lack the setting
 
 
 def _compact(zero: Any) -> bool:
     return any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups))))
 
 
-#: Name of a setting -> (release of DeepSpeed, function that reads the setting) for each release that changed
-#: it, the oldest first. The function takes the engine or the optimizer.
+#: Name of a setting -> pairs (release of DeepSpeed, function that reads the setting). A function is for its
+#: release and later ones, up to that of the next pair. It takes the engine or the optimizer.
 _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
     # Settings of an engine.
     "dynamic_shape": (_NEVER, ("0.15.0", lambda engine: engine.dynamic_shape)),
@@ -56,14 +63,15 @@ _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
 }  # fmt: skip
 
 
-def read_by_version(name: str, of: Any) -> Any:
-    """Return a setting of an engine or optimizer, read as the installed version of DeepSpeed stores it.
+def read_by_version(name: str, holder: Any) -> Any:
+    """Return a setting of a DeepSpeed engine or optimizer, whichever release of DeepSpeed is installed.
 
     Args:
-        name: A key of the table above.
-        of: The engine or the optimizer, as the table says.
+        name: A key of _TABLE, such as "zenflow".
+        holder: The engine or optimizer that has the setting. _TABLE says which of them.
     """
     installed = release_of(installed_version("deepspeed") or "")
+    # From the newest to the oldest, those for the installed release.
     readers = (reader for since, reader in reversed(_TABLE[name]) if Version(since) <= installed)
     newest_reader = next(readers)
-    return newest_reader(of)
+    return newest_reader(holder)

@@ -45,35 +45,47 @@ def test_the_record_decides(tmp_path):
 
 
 def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch):
-    """Whatever ends the job while it is saved, the former one is still named."""
+    """The file `latest` names a new checkpoint only after DeepSpeed has saved all of it.
+
+    Until then, and if saving fails, `latest` names the former checkpoint.
+    """
     import deepspeed.comm
 
-    monkeypatch.setattr(session, "active", lambda: object())
-    barriers = []
-    monkeypatch.setattr(deepspeed.comm, "barrier", lambda: barriers.append((tmp_path / "latest").read_text()))
+    latest = tmp_path / "latest"
+    named_at_barriers = []  # content of `latest` at each barrier
+    monkeypatch.setattr(deepspeed.comm, "barrier", lambda: named_at_barriers.append(latest.read_text()))
+    monkeypatch.setattr(session, "active", lambda: object())  # holmes is on
     engine = SimpleNamespace(
         global_rank=0, global_steps=7, module=module([0, 2, 7]), grid=SimpleNamespace(model_parallel_size=1),
         checkpoint_engine=SimpleNamespace(is_decoupled=lambda: False),
     )  # fmt: skip
 
-    def save(save_dir, tag=None, client_state={}, save_latest=True):  # noqa: B006 - as DeepSpeed's
-        assert checkpoints.saved_split(tmp_path / tag, engine.module, 1) == Split((0, 2, 7), 1)
-        assert not save_latest and (tmp_path / "latest").read_text() == "former"
+    def deepspeeds_save(save_dir, tag=None, client_state={}, save_latest=True):  # noqa: B006 - as DeepSpeed's
+        recorded = checkpoints.saved_split(tmp_path / tag, engine.module, tensor=1)
+        assert recorded == Split((0, 2, 7), tensor=1)  # the pipeline stages have been recorded before
+        assert not save_latest  # the patch writes `latest` itself
+        assert latest.read_text() == "former"
         if client_state:
             raise OSError("full")
         return True
 
-    for args, kwargs, named in (
-        ((str(tmp_path), "mine"), {}, "mine"), ((str(tmp_path),), {"save_latest": True}, "global_step7"),
-        ((str(tmp_path), "x", {}, False), {}, "former"),
-    ):  # fmt: skip
-        (tmp_path / "latest").write_text("former")
-        assert checkpoints._save_with_split(save, engine, args, kwargs) is True
-        assert (tmp_path / "latest").read_text() == named
-    assert barriers == ["mine", "global_step7"]
+    def save(*args, **kwargs):  # the patched save_checkpoint
+        latest.write_text("former")
+        return checkpoints._save_with_split(deepspeeds_save, engine, args, kwargs)
+
+    assert save(str(tmp_path), "mine") is True
+    assert latest.read_text() == "mine"
+    assert save(str(tmp_path), save_latest=True) is True  # without a tag
+    assert latest.read_text() == "global_step7"
+    save_latest = False
+    assert save(str(tmp_path), "x", {}, save_latest) is True
+    assert latest.read_text() == "former"
+    assert named_at_barriers == ["mine", "global_step7"]
+
+    client_state = {"x": 1}  # deepspeeds_save raises an error for it
     with pytest.raises(OSError, match="full"):
-        checkpoints._save_with_split(save, engine, (str(tmp_path), "new", {"x": 1}), {})
-    assert (tmp_path / "latest").read_text() == "former"
+        save(str(tmp_path), "new", client_state)
+    assert latest.read_text() == "former"
 
 
 def test_the_way_out_is_what_the_checkpoint_allows(tmp_path):

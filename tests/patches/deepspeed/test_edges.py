@@ -1,14 +1,17 @@
-"""Tests the pipeline schedule that keeps more micro-batches in flight than DeepSpeed's 1F1B.
+"""Tests the pipeline schedule that replaces DeepSpeed's 1F1B schedule (patches/deepspeed/edges.py).
 
-Checked are its order of commands, the buffers it takes, when sent tensors are released, and when the
-sizes of messages that a stage has learned are dropped.
+It has more micro-batches in flight than 1F1B: micro-batches whose forward pass has begun, and whose backward
+pass has not ended. The tests check
 
-`held` gives the number of micro-batches that each stage holds at most, first stage first.
+- the order of the engine's instructions, and that the engine has enough buffers
+- that a sent tensor is kept until the neighbouring stage has received it
+- when the recorded sizes of messages are deleted
 """
 
 import random
 from collections import deque
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,19 +24,20 @@ schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
 
 
 class RecordingMailbox:
-    """Mailbox that records which sent messages the schedule releases, and in which pass.
+    """Mock of the mailbox, which transfers the messages between pipeline stages in the background.
 
-    A pass is ("F", micro-batch) for a forward and ("B", micro-batch) for a backward pass.
+    It records in which pass the schedule releases which sent messages. A pass is ("F", micro-batch) for a
+    forward pass and ("B", micro-batch) for a backward pass.
     """
 
     def __init__(self):
         self.unit = ("", 0)  # the current pass; the schedule sets it
-        self.releases = []  # (pass, kind of the messages, index of the newest released message)
+        self.releases = []  # tuples (current pass, "F" or "B", micro-batch of the newest released message)
 
-    def passed(self, kind, index):
+    def passed(self, kind, index):  # the schedule calls it after each pass
         assert (kind, index) == self.unit
 
-    def arrived(self, kind, index):
+    def arrived(self, kind, index):  # the schedule calls it to release messages up to `index`
         self.releases.append((self.unit, kind, index))
 
 
@@ -41,109 +45,167 @@ def stock_schedule(stages, micro_batches, stage):
     return schedule.TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
 
 
-def run_schedule(held, micro_batches, stage):
-    """Return holmes's schedule of a stage, its commands step by step, and its mailbox."""
+class PlannedRun(NamedTuple):
+    schedule: Any  # a PlannedSchedule
+    steps: list[list[Any]]  # lists of instructions, which the engine executes in a training step
+    mailbox: RecordingMailbox
+
+    @property
+    def instructions(self):
+        return flattened(self.steps)
+
+
+def flattened(steps):
+    return [instruction for instructions in steps for instruction in instructions]
+
+
+def run_schedule(in_flight, micro_batches, stage):
+    """Return the planned schedule of one pipeline stage, and what it does in one training step.
+
+    Args:
+        in_flight: For each stage, the largest number of micro-batches between forward and backward pass.
+        micro_batches: Number of micro-batches in the step.
+        stage: The stage whose schedule is returned.
+    """
     mailbox = RecordingMailbox()
     engine = SimpleNamespace(loss=None, grad_layer=None)
-    stock = stock_schedule(len(held), micro_batches, stage)
-    deeper = edges._schedule_class()(stock, ReceiveOrder(held), engine, mailbox)
-    return deeper, list(deeper.steps()), mailbox
+    stock = stock_schedule(len(in_flight), micro_batches, stage)
+    planned = edges._schedule_class()(stock, ReceiveOrder(in_flight), engine, mailbox)
+    return PlannedRun(planned, list(planned.steps()), mailbox)
 
 
-def computations(steps):
-    """Return the forward and backward passes of the steps, each with the buffer that it uses."""
-    passes = []
-    for commands in steps:
-        for command in commands:
-            if isinstance(command, (schedule.ForwardPass, schedule.BackwardPass)):
-                passes.append((type(command).__name__, command.buffer_id))
-    return passes
+def computations(instructions):
+    """Return the forward and backward passes among instructions, each with the number of its buffer."""
+    passes = (schedule.ForwardPass, schedule.BackwardPass)
+    return [(type(each).__name__, each.buffer_id) for each in instructions if isinstance(each, passes)]
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(2, 4), (3, 5), (4, 8), (4, 2)])
-def test_1f1bs_own_number_is_the_engines_order(stages, micro_batches):
-    """With as many micro-batches in flight as 1F1B has, the schedule is DeepSpeed's own."""
-    in_flight_of_1f1b = tuple(range(stages, 0, -1))
+def test_in_flight_numbers_of_1f1b_give_deepspeeds_order(stages, micro_batches):
+    """If stages begin as many micro-batches as in 1F1B, the planned schedule is DeepSpeed's schedule."""
+    in_flight_of_1f1b = tuple(range(stages, 0, -1))  # the first stage has `stages`, the last one 1
     for stage in range(stages):
         stock = stock_schedule(stages, micro_batches, stage)
-        ours, steps, _ = run_schedule(in_flight_of_1f1b, micro_batches, stage)
-        assert ours.num_pipe_buffers() == stock.num_pipe_buffers()
-        assert computations(steps) == computations(stock.steps())
-        last_commands = [type(command).__name__ for command in steps[-1]]
-        assert last_commands[-3:] == ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
+        planned = run_schedule(in_flight_of_1f1b, micro_batches, stage)
+        assert planned.schedule.num_pipe_buffers() == stock.num_pipe_buffers()
+        assert computations(planned.instructions) == computations(flattened(stock.steps()))
+        last_instructions = [type(instruction).__name__ for instruction in planned.steps[-1]]
+        assert last_instructions[-3:] == ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
+
+
+class SimulatedStage:
+    """A pipeline stage that executes the instructions of a schedule without a model.
+
+    Args:
+        stage: Number of the stage.
+        instructions: Instructions of DeepSpeed's pipeline engine, such as RecvGrad.
+        sent: Number of messages that were sent and not yet received, by (stage of the sender, "activation" or
+            "gradient"). All stages share this dictionary.
+    """
+
+    def __init__(self, stage, instructions, sent):
+        self.stage = stage
+        self.instructions = deque(instructions)  # those that are not executed yet
+        self.sent = sent
+        self.used_buffers = set()  # buffers with activations that a backward pass still needs
+
+    def run(self):
+        """Execute instructions until one has to wait for a message.
+
+        Return whether any instruction was executed.
+        """
+        has_moved = False
+        while self.instructions and not self._must_wait(self.instructions[0]):
+            self._execute(self.instructions.popleft())
+            has_moved = True
+        return has_moved
+
+    def _awaited(self, instruction):
+        """Return (stage of the sender, kind) of the message that an instruction receives, or None."""
+        name = type(instruction).__name__
+        if name == "RecvActivation":
+            return self.stage - 1, "activation"
+        if name == "RecvGrad":
+            return self.stage + 1, "gradient"
+        return None
+
+    def _must_wait(self, instruction):
+        awaited = self._awaited(instruction)
+        return awaited is not None and self.sent[awaited] == 0
+
+    def _execute(self, instruction):
+        awaited = self._awaited(instruction)
+        if awaited is not None:
+            self.sent[awaited] -= 1
+        name = type(instruction).__name__
+        if name == "ForwardPass":
+            assert instruction.buffer_id not in self.used_buffers  # it would be overwritten
+            self.used_buffers.add(instruction.buffer_id)
+        elif name == "BackwardPass":
+            self.used_buffers.remove(instruction.buffer_id)
+        elif name == "SendActivation":
+            self.sent[self.stage, "activation"] += 1
+        elif name == "SendGrad":
+            self.sent[self.stage, "gradient"] += 1
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_sends_meet_receives_and_buffers_suffice(seed):
-    """Execute the commands of all stages: no stage waits for ever, and no buffer is overwritten.
+    """All stages of a random pipeline can execute all their instructions, and receive all messages.
 
-    A stage executes its commands until it receives a message that is not sent yet; then the next
-    stage continues. The test ends when no stage can continue.
+    `in_flight` has, for each stage, the largest number of micro-batches between their forward and their
+    backward pass. Each of them needs its own buffer.
     """
     rng = random.Random(seed)
     stages, micro_batches = rng.randint(2, 5), rng.randint(1, 10)
-    held = tuple(sorted((rng.randint(1, 6) for _ in range(stages)), reverse=True))
-    programs = []  # the commands that each stage has not executed yet
-    for stage in range(stages):
-        _, steps, _ = run_schedule(held, micro_batches, stage)
-        programs.append(deque(command for commands in steps for command in commands))
-    buffers = [set() for _ in range(stages)]  # those that hold activations, for each stage
-    # Number of messages that a stage has sent and its neighbour has not received.
+    # No stage has more micro-batches in flight than the stage before it.
+    in_flight = tuple(sorted((rng.randint(1, 6) for _ in range(stages)), reverse=True))
     sent = {(stage, name): 0 for stage in range(stages) for name in ("activation", "gradient")}
-    moved = True
-    while moved:
-        moved = False
-        for stage, program in enumerate(programs):
-            while program:
-                cmd, name = program[0], type(program[0]).__name__
-                source = {"RecvActivation": (stage - 1, "activation"),
-                          "RecvGrad": (stage + 1, "gradient")}.get(name)
-                if source and not sent[source]:
-                    break
-                if source:
-                    sent[source] -= 1
-                if name == "ForwardPass":
-                    assert cmd.buffer_id not in buffers[stage]
-                    buffers[stage].add(cmd.buffer_id)
-                if name == "BackwardPass":
-                    buffers[stage].remove(cmd.buffer_id)
-                if name in ("SendActivation", "SendGrad"):
-                    sent[stage, "activation" if name == "SendActivation" else "gradient"] += 1
-                program.popleft()
-                moved = True
-    assert not any(programs) and not any(sent.values())
+    pipeline = []
+    for stage in range(stages):
+        planned = run_schedule(in_flight, micro_batches, stage)
+        pipeline.append(SimulatedStage(stage, planned.instructions, sent))
+
+    while any(stage.run() for stage in pipeline):
+        pass  # a stage has executed some instructions; maybe another one can now go on
+    assert not any(stage.instructions for stage in pipeline)
+    assert not any(sent.values())
 
 
-def test_what_is_let_go_has_arrived():
-    """A stage releases a sent tensor only when its neighbour must have received it.
+def test_released_tensors_have_arrived():
+    """A stage releases a sent tensor only when the neighbouring stage must have received it.
 
-    Two stages hold 3 and 1 of 4 micro-batches. Stage 1 knows that stage 0 has the gradient of
-    micro-batch m - 3 when the activation of micro-batch m comes: stage 0 could not have computed it
-    before. Stage 0 knows that stage 1 has an activation when the gradient of it comes.
+    Up to 3 micro-batches on stage 0, and 1 on stage 1, are between their forward and their backward pass.
     """
-    held, micro_batches = (3, 1), 4
-    _, _, mailbox = run_schedule(held, micro_batches, stage=1)
-    gradients = [(unit, index) for unit, kind, index in mailbox.releases if kind == "B"]
+    in_flight, micro_batches = (3, 1), 4
     none_yet = -1
+
+    # Stage 1 sends gradients. Stage 0 computes the activation of micro-batch m only after it has received the
+    # gradient of micro-batch m - 3. Stage 1 may release this gradient when the activation arrives.
+    releases = run_schedule(in_flight, micro_batches, stage=1).mailbox.releases
+    gradients = [(current_pass, released) for current_pass, kind, released in releases if kind == "B"]
     assert gradients == [(("F", m), max(m - 3, none_yet)) for m in range(micro_batches)]
 
-    _, _, mailbox = run_schedule(held, micro_batches, stage=0)
-    activations = [(unit, index) for unit, kind, index in mailbox.releases if kind == "F"]
+    # Stage 0 sends activations. When the gradient of a micro-batch arrives, stage 1 has received its
+    # activation.
+    releases = run_schedule(in_flight, micro_batches, stage=0).mailbox.releases
+    activations = [(current_pass, released) for current_pass, kind, released in releases if kind == "F"]
     assert activations == [(("B", m), m) for m in range(micro_batches)]
 
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Return a patched PipelineEngine that has learned the sizes of its messages.
+    """Yield a DeepSpeed PipelineEngine with the patches of edges.py, after its first training step.
 
-    It has only the attributes that its setters of the batch size and of the activation shape need.
+    In that step, the mailbox, which transfers messages in the background, has recorded their sizes. The
+    engine has only the attributes that set_train_batch_size and reset_activation_shape need.
     """
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    groups = {(1, "recv"): None}  # messages come from rank 1
-    stages_by_peer = {1: (0, 1)}  # rank 1 is in stage 1, this rank in stage 0
+    groups = {(1, "recv"): None}  # a (mock) process group to receive from rank 1
+    stages_by_peer = {1: (0, 1)}  # this rank is in stage 0, rank 1 in stage 1
     mailbox = Mailbox(groups, stages_by_peer)
-    mailbox.expect([], 1)  # learned already: rank 1 sends no tensors
+    mailbox.expect([], 1)  # the record: rank 1 sends no tensors
     monkeypatch.setattr(edges, "_mailbox", mailbox)
     registry = Registry(edges.PATCHES)
     registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
@@ -155,19 +217,18 @@ def engine(monkeypatch):
     registry.undo()
 
 
-def test_the_number_of_micro_batches_makes_nothing_forgotten(engine):
-    """A new batch size does not drop the learned messages.
+def test_set_train_batch_size_keeps_the_record(engine):
+    """DeepSpeed's set_train_batch_size does not delete the recorded sizes of messages between stages.
 
-    They are learned for a micro-batch, whose size does not change. Megatron-DeepSpeed sets the batch
-    size before every step, so that they would otherwise be learned in every step.
+    The record is of one micro-batch. A new batch size changes only the number of micro-batches.
     """
-    for batch_size, micro_batches in ((8, 4), (16, 8), (8, 4)):
+    for batch_size, micro_batches in ((8, 4), (16, 8), (8, 4)):  # a micro-batch has 2 samples
         engine.set_train_batch_size(batch_size)
         assert engine.micro_batches == micro_batches
-        assert edges._mailbox.knows
+        assert edges._mailbox.knows  # the record exists
 
 
-def test_other_shapes_are_learned_anew(engine):
-    """DeepSpeed's reset_activation_shape drops the learned messages."""
+def test_reset_activation_shape_deletes_the_record(engine):
+    """DeepSpeed's reset_activation_shape deletes the recorded sizes of messages between stages."""
     engine.reset_activation_shape()
-    assert not edges._mailbox.knows
+    assert not edges._mailbox.knows  # the record is empty

@@ -1,4 +1,4 @@
-"""deepspeed-partition: borders from a plan's stages, and the user's own list."""
+"""Tests how patches/deepspeed/partition.py divides the layers of a PipelineModule among pipeline stages."""
 
 from types import SimpleNamespace
 
@@ -69,8 +69,10 @@ def test_deepspeeds_own_split_is_kept_where_the_plans_takes_its_place(monkeypatc
 
 
 def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
-    """The real PipelineModule, one process: borders given by the script; undone, it refuses them as
-    before."""
+    """With the patch, DeepSpeed's PipelineModule accepts the first layer of each stage as partition_method.
+
+    After the patch is undone, DeepSpeed refuses it again.
+    """
     pipe = pytest.importorskip("deepspeed.runtime.pipe.module")
     from holmes_ext.patches import Registry
     from holmes_ext.patches.deepspeed.partition import PATCHES
@@ -78,6 +80,7 @@ def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
     registry = Registry(PATCHES)
 
     def parts(method):
+        """Return the first layer of each stage and the end, and the layers (first, end) of stage 1."""
         module = SimpleNamespace(num_stages=2, global_rank=1, loss_fn=None, _layer_specs=[len] * 6, set=None)
         module._topo = SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=rank))
         module._set_bounds = lambda start=None, stop=None: setattr(module, "set", (start, stop))
@@ -85,7 +88,7 @@ def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
         pipe.PipelineModule._partition_layers.__get__(module, holder)(method)
         return module.parts, module.set
 
-    registry.enable(["deepspeed-partition"], required=True)
+    registry.enable(["deepspeed-partition"], required=True)  # apply the patch
     try:
         assert parts([0, 2, 6]) == parts("0,2,6") == ([0, 2, 6], (2, 6))
         assert parts("uniform") == ([0, 3, 6], (3, 6))

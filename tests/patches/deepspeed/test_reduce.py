@@ -15,7 +15,7 @@ SITE = example()
 
 
 class Engine(SimpleNamespace):
-    """What overlap_of() asks of DeepSpeed's pipeline engine."""
+    """Mock of DeepSpeed's pipeline engine with the attributes that overlap_of() reads."""
 
     __hash__ = object.__hash__
 

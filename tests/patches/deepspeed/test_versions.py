@@ -1,4 +1,4 @@
-"""deepspeed/versions: which line of the table answers."""
+"""Tests that patches/deepspeed/versions.py reads each setting as the installed DeepSpeed stores it."""
 
 from types import SimpleNamespace
 
