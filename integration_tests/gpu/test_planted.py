@@ -7,7 +7,8 @@ The errors are of two kinds:
     deadlock        Ranks wait for each other. The job is ended, and the report says for each rank what it
                     waits for.
 
-The same functions without the error are reported as correct. Some deadlocks are tested only in exhaustive runs.
+The same functions without the error are reported as correct. Some deadlocks are tested only in exhaustive
+runs.
 """
 
 import re
