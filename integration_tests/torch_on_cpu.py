@@ -72,17 +72,22 @@ def _pipelining(module):
 
 
 def _first_messages(module):
-    own = getattr(module._PipelineStageBase, "_get_init_p2p_neighbors_ops", None)
-    if own is None:  # 2.8
+    """Give the first messages between neighbouring pipeline stages one data type.
+
+    torch 2.9 sends 8 bytes to each neighbour before the first step, and the neighbour receives them into 4.
+    gloo then ends the process. As float tensors, both have 4 bytes.
+    """
+    original = getattr(module._PipelineStageBase, "_get_init_p2p_neighbors_ops", None)
+    if original is None:  # torch 2.8 and older send no such messages
         return
 
-    def of_one_type(self, *args, **kwargs):
-        ops = own(self, *args, **kwargs)
+    def with_float_tensors(self, *args, **kwargs):
+        ops = original(self, *args, **kwargs)
         for op in ops:
             op.tensor = op.tensor.float()
         return ops
 
-    module._PipelineStageBase._get_init_p2p_neighbors_ops = of_one_type
+    module._PipelineStageBase._get_init_p2p_neighbors_ops = with_float_tensors
 
 
 wrapt.register_post_import_hook(_accelerator, "torch.accelerator")
