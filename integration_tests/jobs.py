@@ -46,11 +46,12 @@ class LabOf:
     """
 
     def __init__(self, file: Path, lab: Lab, spec: SiteSpec | None = None):
-        """Use all nodes of a running lab, or only some of them.
+        """Use all nodes of an emulated cluster, or only some of them.
 
         Args:
+            lab: The emulated cluster. Its nodes are already running.
             file: The cluster.toml that describes the nodes.
-            spec: Contents of `file`, if it names only some nodes of the lab.
+            spec: Contents of `file`, if the file names only some of the nodes.
         """
         self.file, self.lab, self.spec = file, lab, spec or lab.spec
         self.order = interleave(self.spec)  # nodes by rank, alternating between the clusters
@@ -108,7 +109,7 @@ class LabOf:
 
 
 def lab_fixture(cluster: str | Path, scope: str = "module"):
-    """Return a pytest fixture that emulates a cluster and yields its LabOf.
+    """Return a pytest fixture that emulates a cluster and yields a LabOf, which starts jobs on the nodes.
 
     Args:
         cluster: Path of a cluster.toml, or its text.

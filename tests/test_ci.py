@@ -56,7 +56,8 @@ def run(tmp_path):
     for tool in THERE:
         program(programs / tool, "exit 0")
     text = (ROOT / ".ci" / "run").read_text()
-    assert "PATH=$PATH:/usr/sbin:/sbin\n" in text  # this machine's own launchers lie there
+    # The script adds folders to PATH in which this machine's own launchers are. The copy must not.
+    assert "PATH=$PATH:/usr/sbin:/sbin\n" in text
     program(script,
             text.replace("PATH=$PATH:/usr/sbin:/sbin\n", "").replace("/usr/sbin/policy-rc.d", "policy-rc.d"))
 

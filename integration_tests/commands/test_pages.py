@@ -48,9 +48,11 @@ def skip_without_requirements(page):
 
 
 def kinds(text):
-    """Of each line its first three words, without numbers: times, ranks and nodes differ from run to run, and
-    with the digits what a table leaves out."""
-    text = re.sub(r"\d{8}-\d{6}-\w+|\S+/\S+", "#", text)  # runs, paths
+    """Return the kind of each line of the text: its first three words, with `#` for numbers and paths.
+
+    Times, ranks and nodes differ from run to run, so lines of the same kind count as equal.
+    """
+    text = re.sub(r"\d{8}-\d{6}-\w+|\S+/\S+", "#", text)  # names of runs, paths
     lines = (re.sub(r"\d[\d.]*", "#", line).split() for line in text.splitlines() if line.strip(" \u2500"))
     kept = (words[:3] for words in lines if words[0] != "..." and words[:2] != ["too", "narrow"])
     return {" ".join(re.sub(r"^[ab]#$", "NODE", word) for word in words) for words in kept}
@@ -61,6 +63,7 @@ def kinds(text):
 def test_jobs_print_what_the_page_shows(page, tmp_path):
     """For each line that the page shows below a command, the command prints a line of the same kind."""
     skip_without_requirements(page)
+    # Runs the page's commands on emulated nodes.
     seen = list(generate.in_lab(page.read_text(), tmp_path))
     assert seen
     for command, shown, printed in seen:

@@ -1,4 +1,8 @@
-"""Every row of table.py happens to a small job in the lab, and must end, or go on, as the row says."""
+"""Tests what a job does when a fault happens to it: a cable is pulled, a rank is killed, ...
+
+The job trains on emulated nodes. The faults are listed in table.py, each with the messages and the exit
+status that the job must have.
+"""
 
 import json
 import re
@@ -52,7 +56,7 @@ def plan(two_clusters):
 
 
 def happen(two_clusters, fault: Fault, plan: str):
-    """The job's result, and its lines."""
+    """Train a small job, cause the fault in it, and return the job's result and the lines that it printed."""
     changes, hit = Changes(two_clusters.lab), threading.Event()
 
     def on_line(rank, line, stream):
@@ -82,11 +86,12 @@ def test_fault(two_clusters, plan, fault):
     told = "\n".join(lines)
     assert result.returncode != TIMED_OUT, f"not over within {fault.within_s} s:\n{told}"
 
-    for pattern in fault.says:
+    for pattern in fault.says:  # patterns of the expected messages
         assert any(re.search(pattern, line) for line in lines), f"no line matches {pattern!r}:\n{told}"
-    for pattern in fault.silent:
+    for pattern in fault.silent:  # patterns that no message may match
         assert not any(re.search(pattern, line) for line in lines), f"a line matches {pattern!r}:\n{told}"
 
+    # Exit statuses of the ranks that the fault itself does not kill or stop.
     ended = {rank: status for rank, status in result.statuses.items() if rank not in fault.gone}
     if fault.gone:
         # Ranks that do not notice in time that another rank is gone are ended by the launcher.

@@ -1,8 +1,8 @@
-"""DeepSpeed's pipeline engine, a checkpoint after every step: whatever breaks in training, the last one is
-whole and the job goes on from it.
+"""Tests that a job that a fault ended goes on from its last checkpoint.
 
-Started again as it was, or by torchrun with an agent on every node. Losses must be those of the undisturbed
-job, and no step beyond the checkpoint may be missing.
+The job trains with DeepSpeed's pipeline engine and saves a checkpoint after every step. After a fault, its
+last checkpoint must be complete. The job is started again by the test, or by torchrun. It must then train
+each step after the checkpoint, with the losses of a job without the fault.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ ENGINE_FAILED = "(communication|pipeline edge from stage .*|the reduction of .*)
 
 @pytest.fixture(scope="module")
 def undisturbed(two_clusters, tmp_path_factory):
-    """Losses by step of the job without holmes and without faults."""
+    """Return the losses of the job without holmes and without faults: step -> loss."""
     log = tmp_path_factory.mktemp("undisturbed") / "log"
     result = launch(two_clusters, EXAMPLE, *SIZE, "--steps", str(MORE), "--log", str(log))
     assert result.returncode == 0, result.outputs
@@ -123,6 +123,7 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
     save = tmp_path / "saved"
 
     def on_line(rank, line, stream):
+        # fault.during: changes to the network in the third step, such as a NIC that goes down
         if fault.during and line.startswith("step 2 saved") and not is_applied.is_set():
             is_applied.set()
             changes.do(fault.during)
@@ -139,10 +140,11 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
     finally:
         changes.undo()
     assert is_applied.is_set() or not fault.during, result.outputs
-    survives = fault.status == 0 and not fault.gone
+    survives = fault.status == 0 and not fault.gone  # gone: ranks that the fault kills or stops
     assert result.returncode != TIMED_OUT and (result.returncode == 0) == survives, result.outputs
     if not survives:
         assert_explains_the_end(fault, said(result))
+    # Starts the job again from its checkpoint and compares the losses.
     assert_goes_on(two_clusters, save, undisturbed)
 
 

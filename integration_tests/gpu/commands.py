@@ -221,6 +221,7 @@ def compared(folder: Path) -> Iterator[Command]:
     """
     yield from deepspeed(folder)
     yield trainer(folder)
+    # TENSOR: flags for tensor parallelism over two ranks
     if checkout := find_checkout("Megatron-LM"):
         (folder / "Megatron-LM").mkdir()
         yield megatron_lm(folder / "Megatron-LM", checkout, *TENSOR)

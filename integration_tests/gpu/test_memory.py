@@ -39,7 +39,7 @@ CACHES = 16e6
 ONCE = 3
 
 
-def held(lab, folder, words, steps):
+def run_measured(lab, folder, words, steps):
     """Run a training command under memory.py.
 
     Returns:
@@ -55,14 +55,15 @@ def held(lab, folder, words, steps):
     return ranks, losses(log)
 
 
-def kept(lab, folder, words):
+def activation_bytes_of(lab, folder, words):
     """Return the bytes of one micro-batch's activations on each rank of the job without holmes.
 
     That is the difference between the peaks with two micro-batches and with one. It is zero on the last
     stage, which has only one micro-batch in flight.
     """
-    one, _ = held(lab, folder, (*words, "--micro-batches", "1"), STEPS)
-    two, _ = held(lab, folder.with_name(f"{folder.name} of two"), (*words, "--micro-batches", "2"), STEPS)
+    one, _ = run_measured(lab, folder, (*words, "--micro-batches", "1"), STEPS)
+    folder_of_two = folder.with_name(f"{folder.name} of two")
+    two, _ = run_measured(lab, folder_of_two, (*words, "--micro-batches", "2"), STEPS)
     return [after["peak"] - before["peak"] for before, after in zip(one, two)]
 
 
@@ -74,16 +75,16 @@ def test_holmes_holds_what_the_plan_says(lab, tmp_path, job):
     1F1B schedule, and for messages between stages.
     """
     words, holmes_flags = JOBS[job]
-    stock, stock_losses = held(lab, tmp_path / "stock", words, STEPS)
+    stock, stock_losses = run_measured(lab, tmp_path / "stock", words, STEPS)
     command = (*words, "--holmes", "--holmes-cluster", str(lab.file), *holmes_flags)
-    ours, our_losses = held(lab, tmp_path / "holmes", command, STEPS)
+    ours, our_losses = run_measured(lab, tmp_path / "holmes", command, STEPS)
     assert same(stock_losses, our_losses)
 
     # Micro-batches that each of the two stages may hold; empty if the framework decides that, not holmes.
     in_flight = ours[0]["in_flight"]
     if holmes_flags:  # --holmes-inflight
         assert in_flight
-    activation_bytes = max(kept(lab, tmp_path / "kept", words)) if in_flight else 0
+    activation_bytes = max(activation_bytes_of(lab, tmp_path / "kept", words)) if in_flight else 0
     for rank, (before, after) in enumerate(zip(stock, ours)):
         stage = rank // 2
         more_in_flight = 0
@@ -105,9 +106,9 @@ def test_nothing_grows(lab, tmp_path, job):
     """
     words, flags = JOBS[job]
     steps = 40 if job == "plain torch" else MANY
-    _, stock_losses = held(lab, tmp_path / "stock", words, steps)
+    _, stock_losses = run_measured(lab, tmp_path / "stock", words, steps)
     command = (*words, "--holmes", "--holmes-cluster", str(lab.file), *flags)
-    ranks, our_losses = held(lab, tmp_path / "holmes", command, steps)
+    ranks, our_losses = run_measured(lab, tmp_path / "holmes", command, steps)
     assert same(stock_losses, our_losses, tolerance=1e-4)
     for rank, measured in enumerate(ranks):
         # After each step: bytes of the GPU's allocator, threads, open files, resident bytes of the process.

@@ -38,7 +38,8 @@ def train(directory, cut, *flags):
         jobs = []
         for seed, (name, node) in enumerate((("east", "a0"), ("west", "b0")), start=1):
             job_flags = [*join_flags(name, coordinator_address, OUTER), *flags]
-            jobs.append(start(lab, name, [node], job_flags, STEPS, seed, directory / f"{name}.jsonl"))
+            log = directory / f"{name}.jsonl"
+            jobs.append(start(lab, name, [node], job_flags, STEPS, seed, log))  # a job on one node
             # All jobs begin with the weights of the first one that joins. Wait until "east" has joined before
             # "west" starts, so that it is the same job in each run.
             message = f"job {name} is here"
@@ -61,8 +62,10 @@ def test_two_jobs_behind_nat_learn_what_they_learn_with_open_ports(tmp_path):
 
 @full
 def test_without_a_way_to_each_other_a_job_cannot_join(tmp_path):
-    """That the network of the test above is cut at all: with ports that are told, the second job cannot have
-    the first one's weights, and says so in one line."""
+    """Without the relay, a job that cannot reach the first job cannot get its weights and ends with an error.
+
+    This shows that the network of the other test really is cut.
+    """
     with pytest.raises(HolmesError, match="job (east|west) cannot join: the weights of job (east|west) could "
                                           "not be"):
         train(tmp_path / "cut", cut=True)

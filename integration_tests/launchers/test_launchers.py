@@ -44,7 +44,7 @@ def labs_of_other_tests():
 
 @pytest.fixture(scope="module")
 def running(request, tmp_path_factory):
-    """Run all selected cases of this file in a thread pool; yield the future of each case by name."""
+    """Start all selected cases of this file in a thread pool and yield their futures: name -> future."""
     selected = []  # names of the cases that pytest will run in this session
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
@@ -119,6 +119,7 @@ def test_starts_and_stops_leave_nothing(tmp_path, labs_of_other_tests, exhaustiv
         assert leftovers(labs_of_other_tests) == []
 
 
+#: Prefix of the names of all labs (emulated clusters) of this process.
 OWN = f"holmes-lab-{os.getuid()}-{os.getpid()}-"
 
 
@@ -127,12 +128,12 @@ def own_labs() -> set[str]:
 
 
 def leftovers(labs_of_other_tests: set[str]) -> list[str]:
-    """Return what exists of labs that this file's tests started, in one line each.
+    """Return what still exists of the labs (emulated clusters) that this file's tests started.
 
-    Found are folders, mounts, sockets and processes of such labs, and Open MPI's session folders.
+    Each folder, mount, socket and process of such a lab is one line, and each session folder of Open MPI.
     """
 
-    def is_left(line: str) -> bool:
+    def is_left(line: str) -> bool:  # OWN: prefix of the names of this process's labs
         return OWN in line and not any(name in line for name in labs_of_other_tests)
 
     found = sorted(own_labs() - labs_of_other_tests)

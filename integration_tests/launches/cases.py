@@ -1,6 +1,7 @@
 """Trains small models for random clusters and records the communication that holmes would launch on NCCL.
 
-The tests then check whether the recorded operations could hang or mix on NCCL. The trick of this module:
+The tests then check whether the recorded operations could hang on NCCL, or receive the data of another send.
+How it works:
 
     data       All process groups use gloo, so the models train on real data, without GPUs.
     backend    Holmes reads the name of a group's backend as "fake", and then launches the same operations as
@@ -156,7 +157,10 @@ def run_in_batches(train_cases: Callable[..., list[Any]], world: int, seeds: Seq
 
 
 def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) -> CaseResult:
-    """Call train() with holmes switched on for the case, and record the communication that it launches."""
+    """Call train() with holmes switched on for the case, and record the communication that it launches.
+
+    The result also says which features of holmes the case used.
+    """
     two_level, used = TwoLevelCollectives.__call__, set()
 
     def note_use(*args: Any, **more: Any) -> Any:
@@ -167,10 +171,11 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
         losses = train()
         current = session.require()
         overlaps = current.stages(one.sizes, "fake")
-    if any(way.overlap for way in overlaps):
+    if any(stage.overlap for stage in overlaps):  # reduces gradients during the backward passes
         used.add("overlap")
-    if any(fabric.pair_groups[0] for fabric in current.plan.traffic_of("verbs").edges):
+    messages = current.plan.traffic_of("verbs")  # how messages between pipeline stages are sent
+    if any(fabric.pair_groups[0] for fabric in messages.edges):  # over a group for each pair of stages
         used.add("pairs")
-    if current.plan.traffic_of("verbs").in_flight:
+    if messages.in_flight:  # received before the stage waits for them
         used.add("edges")
     return CaseResult(log, losses, frozenset(used))

@@ -85,7 +85,7 @@ def zero_losses(one):
 
 
 class RankResult(NamedTuple):
-    """Result of one random case on one rank."""
+    """Result of training one random case on one rank, with holmes and without."""
 
     holmes: CaseResult  # the losses with holmes, its recorded launches, and the features that it used
     stock_losses: list[float]  # the losses without holmes
@@ -129,11 +129,12 @@ def check(results, seeds):
     for number, seed in enumerate(seeds):
         of_ranks = {rank: rank_results[number] for rank, rank_results in enumerate(results)}
         logs = {rank: result.holmes.log for rank, result in of_ranks.items()}
-        # Whether NCCL makes each communicator when its group is made, or at its first operation.
+        # faults() lists the ways in which the operations could hang or fail on NCCL.
+        # is_bound: NCCL makes a communicator when its group is made, not at its first operation.
         for is_bound in (False, True):
             assert faults(logs, is_bound, blocking=True) == [], (seed, is_bound)
         for result in of_ranks.values():
-            tolerance = 1e-5 if result.compress == "off" else 2e-2
+            tolerance = 1e-5 if result.compress == "off" else 2e-2  # bf16 rounds
             differences = [abs(a - b) for a, b in zip(result.holmes.losses, result.stock_losses, strict=True)]
             assert max(differences) < tolerance, seed
         used.append(frozenset.union(*(result.holmes.used for result in of_ranks.values())))

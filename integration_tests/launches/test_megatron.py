@@ -49,7 +49,7 @@ def losses(one):
 
 
 class RankResult(NamedTuple):
-    """Result of one random case on one rank."""
+    """Result of training one random case on one rank, with holmes and without."""
 
     holmes: CaseResult  # the losses with holmes, its recorded launches, and the features that it used
     stock_losses: list[float]  # the losses and gradient norms without holmes
@@ -87,7 +87,8 @@ def test_megatron(world):
     for number, seed in enumerate(seeds):
         of_ranks = {rank: rank_results[number] for rank, rank_results in enumerate(results)}
         logs = {rank: result.holmes.log for rank, result in of_ranks.items()}
-        # Whether NCCL makes each communicator when its group is made, or at its first operation.
+        # faults() lists the ways in which the operations could hang or fail on NCCL.
+        # is_bound: NCCL makes a communicator when its group is made, not at its first operation.
         for is_bound in (False, True):
             assert faults(logs, is_bound, blocking=True) == [], (seed, is_bound, flags(case(seed, world)))
         for result in of_ranks.values():

@@ -96,13 +96,15 @@ def splits(request):
     A split is a way to divide the model over the ranks. Splits that need a newer megatron-core than the
     installed one are left out.
     """
-    is_exhaustive = request.param
+    is_exhaustive = request.param  # False for "some splits", True for "all splits"
     if ON_GPUS:
+        # NCCL's communicators take much memory, so there are few splits.
         names = OVER_NCCL if is_exhaustive else OVER_NCCL[:2]
         wanted = {name: SPLITS[name] for name in names}
     elif is_exhaustive:
         wanted = SPLITS | HEAVY
     else:
+        # LONGER: names of splits whose parts are also in other splits
         wanted = {name: flags for name, flags in SPLITS.items() if name not in LONGER}
 
     unsupported = []
@@ -117,7 +119,7 @@ def splits(request):
 
 @pytest.fixture(scope="module")
 def both(two_clusters, splits, tmp_path_factory):
-    """Return the results of train_megatron() without holmes and with holmes, as a pair."""
+    """Train all splits without holmes and with holmes, and return the two results of train_megatron()."""
     return tuple(train_megatron(two_clusters, tmp_path_factory.mktemp(name), splits, *flags)
                  for name, flags in (("stock", ()), ("holmes", two_clusters.holmes)))
 
@@ -176,7 +178,7 @@ def test_more_micro_batches_in_flight_learn_the_same(two_clusters, both, tmp_pat
     wanted = {name: SPLITS[name] for name in ("pipeline 2", "pipeline 4") if name in stock}
     results, _, messages = train_megatron(two_clusters, tmp_path, wanted, *two_clusters.holmes,
                                           "--holmes-inflight", "2")
-    # The part of holmes that receives messages between stages early, which the flag needs, is on.
+    # Holmes says that it receives messages between stages early, which the flag needs.
     assert "megatron-edges" in messages or PHYSICAL
     assert_stocks(stock, results, wanted)
 

@@ -266,6 +266,7 @@ def test_the_interleaved_schedule_is_refused(monkeypatch):
     from holmes_ext.patches.megatron import profile as megatron_profile
     from holmes_ext.runtime import session
 
+    # As in a job with --holmes-profile.
     monkeypatch.setattr(session, "_active", SimpleNamespace(options=Options(profile="2")))
 
     # Stands for megatron-core's schedule, which holmes wraps with megatron_profile._schedule.

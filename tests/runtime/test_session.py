@@ -94,7 +94,8 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     # Holmes passes the name of NCCL's network in options of the NCCL backend. Here it passes the bare name.
     monkeypatch.setattr(
         torch_groups, "_nccl_options", lambda current, ranks, *_: current.transport(ranks, "nccl").net_name)
-    monkeypatch.setattr(torch_groups, "agree_on_patches", lambda *_, **__: None)  # needs a real group
+    # Would communicate with other ranks.
+    monkeypatch.setattr(torch_groups, "agree_on_patches", lambda *_, **__: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     seen = []  # gloo's interface and NCCL's network at each call of the fake
 
@@ -112,6 +113,7 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
         gloo_network = random_sites.network(site, names, "gloo")
         nccl_network = random_sites.network(site, names, "nccl")
         for rank in rng.sample(ranks, min(3, len(ranks))):
+            # Makes this process the rank of a holmes job.
             process = Process(rank, plan.world_size, 0, 1, "", 0, "test")
             monkeypatch.setattr(session, "_active", session.Session(Options(), process, site, plan, rank))
             arguments = len(ranks), 0, list(ranks), "cpu:gloo,cuda:nccl", None, kind, None

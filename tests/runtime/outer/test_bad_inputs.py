@@ -50,7 +50,7 @@ def input_divisor(exhaustive):
 
 
 class Training:
-    """Two jobs that train until they are told to end."""
+    """Two joined jobs, east and west, that train in threads of this process while the context is open."""
 
     def __init__(self, port):
         settings = parse_outer("every=2,fragments=2,delay=0,compress=off,min=2,timeout=30")
@@ -86,7 +86,7 @@ class Training:
         self.until.set()
         self.thread.join(120)
 
-    def goes_on(self):
+    def assert_goes_on(self):
         """Assert that the two jobs still average their weights: within 60 s they finish four rounds."""
         before = self.loops["east"].number
         end = time.monotonic() + 60
@@ -110,7 +110,7 @@ def assert_bounded(before):
     """Assert that there are not many more threads and not much more memory than `before`.
 
     Args:
-        before: The result of an earlier call of now().
+        before: The result of an earlier call of threads_and_memory().
     """
     end = time.monotonic() + 30
     while threading.active_count() > before[0] + 8 and time.monotonic() < end:
@@ -131,7 +131,7 @@ def count_threads_by_line():
     return found.most_common()
 
 
-def now():
+def threads_and_memory():
     """Return the number of threads and the largest resident memory of this process so far, in kB."""
     return threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -139,21 +139,22 @@ def now():
 def garbage(rng):
     """Return random bytes, or a damaged beginning of the handshake, as a stranger may send them."""
     hello = documents.pack({"holmes": 2, "challenge": "00" * 16})
-    frame = len(hello).to_bytes(4, "big") + bytes(8) + hello
+    frame = len(hello).to_bytes(4, "big") + bytes(8) + hello  # length, sequence number, content
     kind = rng.randrange(8)
     if kind == 0:
         return rng.randbytes(rng.choice([0, 1, 3, 12, 100, 5000]))
     if kind == 1:
         return b"GET /" + rng.randbytes(20) + b" HTTP/1.1\r\n\r\n"
-    if kind == 2:
+    if kind == 2:  # a TLS handshake
         return b"\x16\x03\x01" + rng.randbytes(rng.randrange(600))
-    if kind == 3:
+    if kind == 3:  # a part of the frame
         return frame[: rng.randrange(len(frame))]
-    if kind == 4:
+    if kind == 4:  # the frame with a flipped bit
         at = rng.randrange(len(frame))
         return frame[:at] + bytes([frame[at] ^ 1 << rng.randrange(8)]) + frame[at + 1 :]
-    if kind == 5:
+    if kind == 5:  # a wrong length
         return rng.choice([2**32 - 1, 8193, 0]).to_bytes(4, "big") + rng.randbytes(8)
+    # The right first frame, and a second one with a wrong proof of the token.
     proof = documents.pack({"purpose": rng.choice(['{"purpose":"job"}', "[]", "{", "\x00"]),
                             "proof": "f" * 64})
     second = len(proof).to_bytes(4, "big") + (1).to_bytes(8, "big") + proof
@@ -161,7 +162,10 @@ def garbage(rng):
 
 
 def send_bytes(port, data, rng):
-    """Open a connection to the port of this host, send the bytes, and close the connection."""
+    """Open a connection to the port of this host, send the bytes, and close the connection.
+
+    Sometimes the connection is half closed first, or an answer is awaited.
+    """
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as raw:
         raw.sendall(data)
         if rng.random() < 0.3:
@@ -184,18 +188,21 @@ def deep(rng):
 
 def mutated(document, rng):
     """Return a copy of the nested dict with one to three random values replaced, removed or added."""
-    made = copy.deepcopy(document)
+    changed = copy.deepcopy(document)
     for _ in range(rng.randint(1, 3)):
-        table = made
-        while (inner := [one for one in table.values() if isinstance(one, dict)
-                         and one]) and rng.random() < 0.4:
+        # Choose the outer dict or, by chance, one inside of it.
+        table = changed
+        while (inner := [value for value in table.values() if isinstance(value, dict)
+                         and value]) and rng.random() < 0.4:
             table = rng.choice(inner)
         key = rng.choice([*table, "more"])
         if rng.random() < 0.2:
             table.pop(key, None)
+        elif rng.random() < 0.1:
+            table[key] = deep(rng)  # deeply nested lists and dicts
         else:
-            table[key] = deep(rng) if rng.random() < 0.1 else rng.choice(ODD)
-    return made
+            table[key] = rng.choice(ODD)  # values of unexpected types and sizes
+    return changed
 
 
 CLAIMS = {"versions": [0, 0], "checksums": ["", "f" * 16]}
@@ -217,19 +224,22 @@ HEARTBEAT = {"round": 1, "step": 2, "steps_per_second": 1.0, "bits_per_second": 
 
 def lie_to_coordinator(port, rng):
     """Send a random, mostly wrong message to the coordinator, as someone who has the token of the jobs."""
-    what = rng.choice(["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"])
-    purpose = {"purpose": what, "job": rng.choice(["east", "zero", "one"]), "secret": "s",
+    kind = rng.choice(["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"])
+    purpose = {"purpose": kind, "job": rng.choice(["east", "zero", "one"]), "secret": "s",
                "incarnation": incarnation_of("s"), "port": rng.choice([0, 1, 70000, "x"]), "rank": 0,
                "to_job": "east", "to": "1", "to_rank": 0, "call": "c", "address": ""}  # fmt: skip
     if rng.random() < 0.3:
         purpose = mutated(purpose, rng)
     deadline = Deadline(3, "a lie")
     with contextlib.suppress(OSError, HolmesError, ValueError):
+        # call() makes the handshake, in which it proves that it has the token.
         channel = call("127.0.0.1", port, CREDENTIALS, purpose, deadline)
         try:
             for _ in range(rng.randint(1, 3)):
-                good = HEARTBEAT if what == "heartbeat" else rng.choice(QUESTIONS)
-                send_any(channel, mutated(good, rng) if rng.random() < 0.9 else good, rng, deadline)
+                message = HEARTBEAT if kind == "heartbeat" else rng.choice(QUESTIONS)
+                if rng.random() < 0.9:
+                    message = mutated(message, rng)
+                send_any(channel, message, rng, deadline)
         finally:
             channel.close()
 
@@ -244,6 +254,7 @@ def send_any(channel, document, rng, deadline):
         text = rng.choice(odd)
     else:
         text = rng.randbytes(30)
+    # Write the bytes as one frame, with a valid authentication tag.
     header = channel._sent.header(len(text))
     channel._write(memoryview(header + text + channel._sent.tag(header, text)), deadline)
 
@@ -257,9 +268,10 @@ def lie_to_rank(loop, rng):
                "to": identity.incarnation}  # fmt: skip
     if rng.random() < 0.3:
         purpose = mutated(purpose, rng)
-    ticket = loop.rounds.links.routes._own_ticket(purpose).encode()
+    ticket = loop.rounds.links.routes._own_ticket(purpose).encode()  # lets the rank accept the connection
     deadline = Deadline(3, "a lie")
     with contextlib.suppress(OSError, HolmesError, ValueError):
+        # call() makes the handshake, in which it proves that it has the token.
         channel = call(host, int(port), CREDENTIALS, purpose, deadline, ticket)
         try:
             good = {"fragment": 0, "version": 0, "start": 0, "stop": 250}
@@ -272,20 +284,20 @@ def test_ports_while_two_jobs_train(quiet, input_divisor):
     """Two joined jobs, east and west, go on training while their ports get bad input."""
     rng = random.Random(SEED)
     with coordinator() as server, Training(server.port) as training:  # trains in threads of this process
-        training.goes_on()
-        before = now()
+        training.assert_goes_on()
+        before = threads_and_memory()
         # Random bytes and damaged handshakes, as from someone without the token of the jobs.
         port_of_west = int(training.loops["west"].rounds.links.address.split(":")[1])
         for _ in range(1500 // input_divisor):
             send_bytes(server.port, garbage(rng), rng)
             send_bytes(port_of_west, garbage(rng), rng)
-        training.goes_on()
+        training.assert_goes_on()
         # Wrong messages, as from someone with the token.
         for number in range(2500 // input_divisor):
             lie_to_coordinator(server.port, rng)
             if number % 3 == 0:
                 lie_to_rank(training.loops[rng.choice(["east", "west"])], rng)
-        training.goes_on()
+        training.assert_goes_on()
         assert_bounded(before)  # threads and memory
         status = ask_status("127.0.0.1", server.port, CREDENTIALS)
         states = {job["job"]: job["state"] for job in status["jobs"]}
@@ -294,17 +306,18 @@ def test_ports_while_two_jobs_train(quiet, input_divisor):
 
 
 def test_half_open_connections_to_a_rank(quiet):
-    """500 of them were 500 threads in training; out of descriptors the port was dead for good."""
+    """500 idle connections to a rank do not start 500 threads, and the rank goes on training."""
     with coordinator() as server, Training(server.port) as training:
-        training.goes_on()
-        before = now()
-        rank = int(training.loops["west"].rounds.links.address.split(":")[1])
-        idle = [socket.create_connection(("127.0.0.1", rank)) for _ in range(500)]
-        assert threading.active_count() <= before[0] + 40
-        training.loops["west"].rounds.links.drop()  # both must be able to meet anew
-        training.goes_on()
-        for one in idle:
-            one.close()
+        training.assert_goes_on()
+        before = threads_and_memory()
+        port_of_west = int(training.loops["west"].rounds.links.address.split(":")[1])
+        idle = [socket.create_connection(("127.0.0.1", port_of_west)) for _ in range(500)]
+        number_of_threads, _ = before
+        assert threading.active_count() <= number_of_threads + 40
+        training.loops["west"].rounds.links.drop()  # the two jobs must be able to connect again
+        training.assert_goes_on()
+        for connection in idle:
+            connection.close()
         assert_bounded(before)
 
 
@@ -320,7 +333,7 @@ def test_the_metrics_port(quiet, monkeypatch, input_divisor):
         port = free.getsockname()[1]
     metrics = open_metrics(Options(metrics=str(port)), Process(0, 1, 0, 1, "127.0.0.1", 0, "test"))
     assert metrics.place == f"http://127.0.0.1:{port}/metrics"  # other hosts cannot connect
-    before = now()  # threads and memory
+    before = threads_and_memory()
 
     # 100 connections that send nothing do not get a thread each.
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
@@ -346,6 +359,7 @@ def test_damaged_outer_states(input_divisor):
     """
     rng = random.Random(SEED)
     with coordinator() as server:
+        # A joined job of one rank, which takes four steps.
         loop = joined_of(torch.nn.Linear(20, 30), "east", server.port,
                          parse_outer("every=2,fragments=2,delay=0"))
         loop.begin()
@@ -383,6 +397,7 @@ def test_outer_states_that_somebody_made(input_divisor):
     rng = random.Random(SEED)
     with coordinator() as server:
         settings = parse_outer("every=4,fragments=2,delay=1")
+        # A joined job of one rank, which takes four steps.
         loop = joined_of(torch.nn.Linear(20, 30), "east", server.port, settings)
         loop.begin()
         for _ in range(4):

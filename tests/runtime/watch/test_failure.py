@@ -68,7 +68,7 @@ def test_the_first_sight_is_repeated():
 
 
 def refusing(rank, error):
-    """Let rank 0 end because of a wrong flag, and return rank 1's message on the closed connection."""
+    """Let rank 0 end because of a wrong flag; return the message of rank 1, whose connection then closes."""
     activate(rank)
     if rank == 0:  # note() tells the other ranks the reason
         note("rank 0: --holmes-outer: every=7 is not divisible by fragments=2")
