@@ -1,7 +1,9 @@
-"""What is done to a job of two clusters (a0, a1: InfiniBand; b0, b1: RoCE; launched a0, b0, a1, b1), and what
-must come of it.
+"""Table of the faults that tests cause in a job on two emulated clusters, and of what the job must then do.
 
-launcher's ranks 0 1 2 3 = a0 b0 a1 b1; planned ranks 0 1 2 3 = a0 a1 b0 b1
+    cluster a    nodes a0 and a1, with InfiniBand
+    cluster b    nodes b0 and b1, with RoCE
+
+The launcher places ranks 0 to 3 on a0, b0, a1, b1. Holmes renumbers them, so that they are on a0, a1, b0, b1.
 """
 
 from __future__ import annotations

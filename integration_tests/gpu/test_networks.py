@@ -1,4 +1,4 @@
-"""Which network NCCL takes on an emulated cluster, and which NICs carry its bytes."""
+"""Tests which network NCCL uses between nodes of an emulated cluster, and which NICs carry its data."""
 
 from pathlib import Path
 

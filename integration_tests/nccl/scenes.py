@@ -1,8 +1,12 @@
-"""One rank of a scene of test_gpus.py: python scenes.py SCENE [--holmes ...]. Prints a JSON line:
-{"rank", what the scene found, "groups": [[ranks, network asked for], ...] in the order of their first use}.
+"""Script of one rank of a small NCCL job ("scene") for test_gpus.py.
 
-Several ranks may share one GPU, each with an NCCL_HOSTID of its own: NCCL takes them for hosts and uses its
-network.
+    python scenes.py SCENE [--holmes ...]
+
+Prints a JSON line with the rank, the result of the scene, and "groups": for each process group, in the order
+of first use, its ranks and the network that holmes gave it.
+
+Several ranks may share one GPU. Each has an NCCL_HOSTID of its own, so NCCL takes the ranks for different
+hosts and uses its network between them.
 """
 
 import gc

@@ -1,5 +1,8 @@
-"""Which nodes to ask for: the best of all subsets where all can be looked at, else within what the
-certificate says."""
+"""Tests the search for the best subset of a site's idle nodes for a job of given size.
+
+If the search can look at all subsets, it must find the best one. Otherwise its result comes with a lower
+bound on the step time of every subset, the certificate. No subset may be below that bound.
+"""
 
 import itertools
 import random
