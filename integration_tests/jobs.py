@@ -1,4 +1,8 @@
-"""Starts the jobs of the integration tests on emulated clusters, and reads what they print, log and send."""
+"""Helpers of the integration tests: start training jobs on emulated clusters and read their output.
+
+The clusters are emulated by the lab (holmes_ext.lab): each node is a network namespace of this machine. The
+helpers read what a job prints, its log of losses, and the bytes that each emulated NIC sent.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +39,23 @@ over_nccl = pytest.mark.over_nccl
 
 
 class LabOf:
-    """An emulated site and its cluster file.
+    """Emulated nodes on which tests start jobs, and the cluster.toml that describes these nodes.
 
-    Ranks alternate between the clusters (a0, b0, a1, b1), as a scheduler that knows no clusters may
-    place them.
+    Consecutive ranks are on nodes of different clusters (a0, b0, a1, b1), as if the scheduler did not know
+    of clusters. Holmes must then renumber the ranks.
     """
 
     def __init__(self, file: Path, lab: Lab, spec: SiteSpec | None = None):
-        """Use the nodes of the lab, or, with `spec`, only those that the file names."""
+        """Use all nodes of an emulated cluster, or only some of them.
+
+        Args:
+            lab: The emulated cluster. Its nodes are already running.
+            file: The cluster.toml that describes the nodes.
+            spec: Contents of `file`, if the file names only some of the nodes.
+        """
         self.file, self.lab, self.spec = file, lab, spec or lab.spec
-        self.order = interleave(self.spec)
-        #: The flags with which a script runs under holmes.
+        self.order = interleave(self.spec)  # nodes by rank, alternating between the clusters
+        #: The flags with which a script trains with holmes.
         self.holmes = ("--holmes", "--holmes-cluster", str(file))
 
     def _with(self, way, *command: str, preload=("torch",), env=None, **more):
@@ -58,37 +68,53 @@ class LabOf:
         return way(argv, **{"order": self.order, "preload": preload, "env": env, **more})
 
     def start(self, *command: str, **more):
-        """Start a command on every node: a Python script with its arguments, or "sh" with its own."""
+        """Start one command on all nodes and return the running job.
+
+        Args:
+            command: A Python script and its arguments, or "sh" and its arguments.
+        """
         return self._with(self.lab.start, *command, **more)
 
     def run(self, *command: str, timeout: float = 240, **more):
-        """Run a command on every node and wait for its end.
+        """Run one command on all nodes, wait for its end and return its result.
 
-        On emulated GPUs, a deadlock fails the test with the operations that wait for each other.
+        The test fails if ranks on emulated GPUs wait for each other in a circle, or if the job ran otherwise
+        than holmes planned.
         """
-        if not EMULATED:
+        if not EMULATED:  # the job does not use emulated GPUs
             return follows_plan(self._with(self.lab.run, *command, timeout=timeout, **more))
         job = self.start(*command, timeout=3 * timeout, **more)
+        # Names of the ranks in messages, such as "a0:1" for the second process of node a0.
         labels = [f"{node}:{local}" for node in self.order for local in range(more.get("processes") or 1)]
+        # The watcher reads what each emulated GPU executes. It ends a job that hangs, and reports the reason.
         watched = wait_watched(job, Watcher(job.watch), labels, lambda lines: print("\n".join(lines)))
         assert not watched.hang, "\n".join(watched.hang)
         return follows_plan(watched.result)
 
     def json(self, result) -> list[dict]:
-        """Return the JSON line that each rank printed last, sorted by the rank that the line gives."""
+        """Return the last line of each rank's standard output, parsed as JSON, sorted by the key "rank"."""
         assert result.returncode == 0, result.outputs
         lines = [json.loads(result.stdout[rank].strip().splitlines()[-1]) for rank in result.stdout]
         return sorted(lines, key=lambda line: line["rank"])
 
     def sent(self, before) -> dict[str, dict[str, float]]:
-        """Return the MB that every NIC of every node sent since the counters `before` were read."""
+        """Return the MB that each NIC has sent since `before`: node -> name of the NIC -> MB.
+
+        Args:
+            before: The result of an earlier call of `self.lab.counters()`.
+        """
         after = self.lab.counters()
         return {node: {nic: (after[node][nic][1] - before[node][nic][1]) / 1e6 for nic in nics}
                 for node, nics in after.items()}
 
 
 def lab_fixture(cluster: str | Path, scope: str = "module"):
-    """Return a pytest fixture that starts the lab of a cluster.toml, given by path or as text."""
+    """Return a pytest fixture that emulates a cluster and yields a LabOf, which starts jobs on the nodes.
+
+    Args:
+        cluster: Path of a cluster.toml, or its text.
+        scope: Scope of the fixture.
+    """
 
     @pytest.fixture(scope=scope)
     def started(tmp_path_factory):
@@ -103,19 +129,26 @@ def lab_fixture(cluster: str | Path, scope: str = "module"):
 
 
 def follows_plan(result):
-    """Return `result`. The test fails if the job printed a difference from its plan."""
+    """Assert that a job ran as holmes planned, and return its result.
+
+    Holmes prints a line with "not as planned" for each difference, such as a group on another network.
+    """
     differences = [line for line in said(result) if "not as planned" in line]
     assert not differences, differences
     return result
 
 
 def fast(nics) -> float:
-    """Return the MB of a node's fast NIC: of its NICs besides eth0, the one with the most."""
+    """Return the MB that a node's InfiniBand or RoCE NIC sent; with several such NICs, the largest number.
+
+    Args:
+        nics: Name of each NIC of the node -> MB that it sent. The name of the Ethernet NIC is eth0.
+    """
     return max(mb for nic, mb in nics.items() if nic != "eth0")
 
 
 def said(result) -> list[str]:
-    """Return the lines that holmes printed on any rank."""
+    """Return the messages that holmes printed on all ranks of a finished job."""
     return [line for output in result.outputs.values() for line in output.splitlines() if "holmes:" in line]
 
 
@@ -130,12 +163,19 @@ PRELOAD = ("torch", "deepspeed")
 
 
 def launch(clusters: LabOf, *command, env=None, **more):
-    """Run a script that uses DeepSpeed."""
+    """Run a script on all nodes, in processes that have already imported torch and DeepSpeed."""
     return clusters.run(*command, preload=PRELOAD, env=env, **more)
 
 
 def train(clusters: LabOf, log: Path, *flags, size=SIZE, expect: int = 0, **more) -> str:
-    """Run the DeepSpeed example, and return what all ranks printed. It must end with status `expect`."""
+    """Run examples/deepspeed_pipeline/train.py on all nodes and return the output of all ranks as one text.
+
+    Args:
+        log: File into which the job writes its losses.
+        flags: Further flags of the job.
+        size: Flags for the size of the model and the number of steps.
+        expect: Exit status that the job must have.
+    """
     result = launch(clusters, TRAIN, *size, "--log", str(log), *flags, **more)
     text = "".join(result.outputs.values())
     assert result.returncode == expect, text
@@ -143,24 +183,24 @@ def train(clusters: LabOf, log: Path, *flags, size=SIZE, expect: int = 0, **more
 
 
 def losses(log: Path) -> list[float]:
-    """Return the loss of every step from a log of JSON lines."""
+    """Return the loss of every step from a log file with one JSON object per step."""
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 
 def same(some_losses, others, tolerance: float = 1e-6) -> bool:
-    """Return whether the losses of two runs agree in every step."""
+    """Return whether two runs have the same losses in all steps, each within `tolerance`."""
     return max(abs(a - b) for a, b in zip(some_losses, others, strict=True)) <= tolerance
 
 
 def stages_of(text: str) -> tuple[int, ...]:
-    """Return the number of layers in each stage, as the DeepSpeed example prints them."""
+    """Return the number of layers of each pipeline stage from the output of the DeepSpeed example."""
     found = re.search(r"data \d+, stages of ([0-9+]+) layers", text)
     assert found, text
     return tuple(map(int, found[1].split("+")))
 
 
 def megatron_core() -> Version | None:
-    """Return the version of the megatron.core that would be imported, or None if there is none."""
+    """Return the version of the installed megatron-core without importing it, or None if it is missing."""
     spec = find_spec("megatron.core") if find_spec("megatron") else None
     if spec is None or spec.origin is None:
         return None

@@ -1,5 +1,7 @@
-"""The plain torch example in the lab, data-parallel over both clusters: what crosses, and what a rank's death
-looks like."""
+"""Tests data-parallel training of examples/plain_torch with holmes on two emulated clusters.
+
+The tests check the losses, the traffic between the clusters, and what the job prints when a rank is killed.
+"""
 
 import pytest
 from carriers import ON_GPUS, gpu_only

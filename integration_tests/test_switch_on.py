@@ -42,11 +42,14 @@ def assert_planned(two_clusters, lines, sent):
 
 @pytest.mark.parametrize(
     "how",
+    # some(): of these, only "flag" and "enable()" run before every merge.
     [*some(["flag", "flag without a file", "enable()", "mpirun's variables"], "flag", "enable()"),
+     # row: the entry of README's table of jobs that the case tests
      pytest.param("HOLMES=1", marks=pytest.mark.row("a launcher that takes no flags")),
      pytest.param("python -m holmes_ext", marks=pytest.mark.row("a Python that ignores .pth files"))],
 )
 def test_every_way_to_switch_on(two_clusters, tmp_path, how):
+    """Holmes is on for all ranks of a script that does not import it, however the user switches it on."""
     before = two_clusters.lab.counters()
     if how == "flag":
         result = two_clusters.run("sh", "-c", f"exec {sys.executable} {GROUPS} --lr 1 {' '.join(FLAGS)}")
@@ -59,17 +62,18 @@ def test_every_way_to_switch_on(two_clusters, tmp_path, how):
     elif how == "mpirun's variables":
         values = ("RANK=$RANK", "SIZE=$WORLD_SIZE", "LOCAL_RANK=0", "LOCAL_SIZE=1")
         names = " ".join(f"OMPI_COMM_WORLD_{value}" for value in values)
-        clean = "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u LOCAL_SIZE"
-        result = two_clusters.run("sh", "-c",
-                                  f"exec {clean} {names} {sys.executable} {GROUPS} --lr 1 --holmes")
+        without_torchruns = "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u LOCAL_SIZE"
+        command = f"exec {without_torchruns} {names} {sys.executable} {GROUPS} --lr 1 --holmes"
+        result = two_clusters.run("sh", "-c", command)
     else:
         script = tmp_path / "enabled.py"
         script.write_text(f"import holmes_ext\nholmes_ext.enable(cluster={str(CLUSTER)!r})\n"
                           + open(GROUPS).read())
         result = two_clusters.run(str(script), "--lr", "1")
     lines = two_clusters.json(result)
+    # Each rank printed the arguments that the script saw, without holmes's flags, and whether holmes is on.
     assert all(line["argv"] == ["--lr", "1"] and line["holmes"] for line in lines)
-    assert_planned(two_clusters, lines, two_clusters.sent(before))
+    assert_planned(two_clusters, lines, two_clusters.sent(before))  # ranks, sums and traffic of a holmes job
     said = [line for output in result.outputs.values() for line in output.splitlines()
             if line.startswith("holmes:")]
     assert len(said) == 1 and "2 clusters" in said[0] and "ranks renumbered" in said[0]

@@ -1,14 +1,16 @@
-"""What torch's CUDA builds and older versions need to train on CPUs; nothing here knows of holmes.
+"""Lets CUDA builds and older versions of torch train on CPUs. It has nothing to do with holmes.
 
-Imported at start-up in the environments of benchmarks/matrix.py, whose torch is of any version.
+benchmarks/matrix.py makes environments with torch 2.6 and newer, in which each Python imports this module at
+its start. What it changes in torch:
 
-    torch.accelerator   a CUDA build says "cuda" where there is no GPU; fully_shard's own mesh would be there
-    fully_shard         2.6 to 2.8 average by ReduceOp.AVG, which gloo refuses, or takes for a sum; 2.6 to
-                        2.9 want an event of torch.cpu.Stream, which gives none; 2.6 counts its copy of
-                        gathered weights, on CPUs alone, as a change of what the backward pass needs
-    torch's pipelining  2.6 and 2.7 forget all works of a batch but the last, and gloo a send whose work is
-                        forgotten: the receiver waits for ever; 2.9 begins with eight bytes to each neighbour,
-                        which waits for four: gloo ends the process
+    torch.accelerator   A CUDA build names the device "cuda" even without a GPU. fully_shard would then make
+                        its mesh there.
+    fully_shard         torch 2.6 to 2.8 average with ReduceOp.AVG, which gloo does not support. torch 2.6 to
+                        2.9 need events of torch.cpu.Stream, which has none. On CPUs, torch 2.6 counts its
+                        copy of gathered weights as a change of tensors that the backward pass needs.
+    pipelining          torch 2.6 and 2.7 keep only the last work of a batch of messages. gloo forgets a send
+                        without its work, and the receiver waits forever. torch 2.9 first sends 8 bytes to
+                        each neighbour, which receives 4: gloo ends the process.
 """
 
 from __future__ import annotations
@@ -72,17 +74,22 @@ def _pipelining(module):
 
 
 def _first_messages(module):
-    own = getattr(module._PipelineStageBase, "_get_init_p2p_neighbors_ops", None)
-    if own is None:  # 2.8
+    """Give the first messages between neighbouring pipeline stages one data type.
+
+    torch 2.9 sends 8 bytes to each neighbour before the first step, and the neighbour receives them into 4.
+    gloo then ends the process. As float tensors, both have 4 bytes.
+    """
+    original = getattr(module._PipelineStageBase, "_get_init_p2p_neighbors_ops", None)
+    if original is None:  # torch 2.8 and older send no such messages
         return
 
-    def of_one_type(self, *args, **kwargs):
-        ops = own(self, *args, **kwargs)
+    def with_float_tensors(self, *args, **kwargs):
+        ops = original(self, *args, **kwargs)
         for op in ops:
             op.tensor = op.tensor.float()
         return ops
 
-    module._PipelineStageBase._get_init_p2p_neighbors_ops = of_one_type
+    module._PipelineStageBase._get_init_p2p_neighbors_ops = with_float_tensors
 
 
 wrapt.register_post_import_hook(_accelerator, "torch.accelerator")

@@ -49,9 +49,12 @@ gpu_only = pytest.mark.skipif(not ON_GPUS, reason="runs over NCCL alone: make gp
 
 @dataclass(frozen=True)
 class PhysicalGpu:
-    """One for all ranks of a lab, in Gpus' place. plugin: what answers to "IB"."""
+    """One physical GPU that all ranks of a job on emulated nodes share.
 
-    plugin: str
+    It has the interface of Gpus, which stands for emulated GPUs.
+    """
+
+    plugin: str  # path of the network plugin that NCCL uses as "IB"
     clock = GpuClock()
 
     def check(self, processes: int, ranks: int, environ: Mapping[str, str]) -> int:
@@ -71,7 +74,10 @@ class PhysicalGpu:
 
 @functools.cache
 def gpus() -> Gpus | PhysicalGpu:
-    """Emulated ones for this Python's torch; skips the test where NCCL's source cannot be had."""
+    """Return the GPUs of the tests: emulated ones, or the physical one.
+
+    The test is skipped if the source of NCCL or the network plugin is missing.
+    """
     if PHYSICAL:
         built = max(cache_folder().glob(f"nccl-*/{LAB_PLUGIN}"), key=os.path.getmtime, default="")
         plugin = os.environ.get("HOLMES_TEST_NET_PLUGIN") or str(built)

@@ -1,5 +1,12 @@
-""".ci/run where apt brings a browser and the launchers, pip a CUDA build of torch and git the checkouts, and
-where they cannot: the run goes on, and says so in a line."""
+"""Tests .ci/run, the script of a CI run: it installs what the tests need, and starts them with make.
+
+If apt, pip or git cannot install something, the run must go on and print one line that says which tests are
+skipped. The tests run the script in a temporary folder with fake programs:
+
+    apt-get        succeeds or fails, as the test says
+    make           prints its target; fails for a target that the test chooses
+    launchers      srun, mpirun, ...: present or missing on PATH
+"""
 
 import shutil
 import subprocess
@@ -27,7 +34,7 @@ def program(path, text):
 
 
 def bring_torch(folder):
-    """Its CUDA build, as .ci/run looks for it."""
+    """Create the file by which .ci/run sees that the CUDA build of torch is installed."""
     torch = folder / ".venv-gpu" / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
     torch.parent.mkdir(parents=True)
     torch.write_text("")
@@ -35,18 +42,23 @@ def bring_torch(folder):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs .ci/run with stand-ins for make and apt, no browser on PATH, and `there` of the launchers: what it
-    prints."""
-    programs, own = tmp_path / "bin", tmp_path / ".ci" / "run"
-    for folder in (programs, own.parent):
+    """Return a function that runs .ci/run with fake programs and returns the lines that it prints.
+
+    The function's parameters: `apt` and `make` are bash commands that the fake apt-get and make execute;
+    `there` are the launchers on PATH; `status` is the exit status that .ci/run must have. No browser is
+    installed.
+    """
+    programs, script = tmp_path / "bin", tmp_path / ".ci" / "run"
+    for folder in (programs, script.parent):
         folder.mkdir(parents=True)
     for tool in TOOLS:
         (programs / tool).symlink_to(shutil.which(tool))
     for tool in THERE:
         program(programs / tool, "exit 0")
     text = (ROOT / ".ci" / "run").read_text()
-    assert "PATH=$PATH:/usr/sbin:/sbin\n" in text  # this machine's own launchers lie there
-    program(own,
+    # The script adds folders to PATH in which this machine's own launchers are. The copy must not.
+    assert "PATH=$PATH:/usr/sbin:/sbin\n" in text
+    program(script,
             text.replace("PATH=$PATH:/usr/sbin:/sbin\n", "").replace("/usr/sbin/policy-rc.d", "policy-rc.d"))
 
     def lines(apt="exit 0", there=LAUNCHERS, make="", status=0):
@@ -54,7 +66,8 @@ def run(tmp_path):
             program(programs / tool, "exit 0")
         program(programs / "apt-get", f'echo "$1" >> asked; [ "$1" = update ] && exit 0; {apt}')
         program(programs / "make", f'echo "make $1"; {make}')
-        done = subprocess.run([own], env={"PATH": str(programs)}, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([script], env={"PATH": str(programs)}, capture_output=True, text=True,
+                              timeout=60)
         assert done.returncode == status, done.stderr
         return done.stdout.splitlines()
 

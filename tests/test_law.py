@@ -1,7 +1,10 @@
-"""The law of the house (shared in CONTRIBUTING.md), read from the source with `ast`: nothing is imported.
+"""Tests that the source code follows the rules in CONTRIBUTING.md, such as which package may import which.
 
-    ground -> cluster -> plan -> runtime -> patches -> job -> entry;  doctor, report, lab and cli beside and
-    after them
+The tests parse the source with `ast` and import nothing. Packages may import those to their left:
+
+    ground -> cluster -> plan -> runtime -> patches -> job -> entry
+
+The packages doctor, report, lab and cli stand beside this chain and after it.
 """
 
 from __future__ import annotations
@@ -212,6 +215,7 @@ def test_torch_is_not_needed(name):
 
 
 def test_sizes():
+    """No module has more than 500 lines, and no folder more than 20 modules."""
     long = {place(module) for module, path in modules().items() if len(path.read_text().splitlines()) > 500}
     assert not long
     folders = Counter(path.parent for path in modules().values() if path.name != "__init__.py")

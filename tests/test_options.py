@@ -61,7 +61,10 @@ def test_enable_options():
 
 
 def test_twins_in_the_environment_are_values_of_flags():
-    """HOLMES_TELEMETRY sets --holmes-telemetry. Empty and unknown variables set nothing."""
+    """The variable HOLMES_TELEMETRY sets the option of the flag --holmes-telemetry.
+
+    A variable without a value sets nothing, nor does a HOLMES_ variable without such a flag.
+    """
     environ = {"HOLMES_TELEMETRY": "runs", "HOLMES_CLUSTER": "", "HOLMES_DEBUG_OF_OTHERS": "1"}
     assert from_environment(environ) == {"telemetry": "runs"}
 

@@ -1,4 +1,7 @@
-"""Tests that pytest's output ends with the tests that passed only at the second try (conftest.py)."""
+"""Tests that the output of pytest ends with a list of the tests that failed first and passed when repeated.
+
+pytest-rerunfailures repeats failed tests (--reruns). The conftest.py of the repository adds the list.
+"""
 
 import shutil
 import subprocess
@@ -23,10 +26,14 @@ def test_flaky():
 
 
 def test_second_tries_are_named_last(tmp_path):
-    """The last lines name a test that was rerun, with its first error; without --reruns there are none."""
+    """With --reruns, the last line of pytest's output names a repeated test and its first error.
+
+    Without --reruns there is no such line.
+    """
     pytest.importorskip("pytest_rerunfailures")
     shutil.copy(ROOT / "conftest.py", tmp_path)
-    (tmp_path / "test_it.py").write_text(FLAKY)
+    (tmp_path / "test_it.py").write_text(FLAKY)  # test_flaky fails only at its first try
+    # conftest.py imports from tests/.
     settings = ["-p", "no:cacheprovider", "-o", f"pythonpath={ROOT / 'tests'}"]
 
     def run_pytest(*flags):

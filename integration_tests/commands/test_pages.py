@@ -1,6 +1,7 @@
-"""Runs the jobs that pages of docs/ show, in the lab, and compares their output with the page's.
+"""Tests that the commands on the pages of docs/ still print the lines that the pages show.
 
-Numbers and names differ from run to run, so lines are compared by their first words (kinds).
+The commands run in the lab, which emulates a cluster with network namespaces on this machine. Numbers and
+names differ from run to run. So only the kind of each line is compared: its first three words without digits.
 """
 
 import importlib.util
@@ -27,7 +28,11 @@ NEEDED_PROGRAMS = {
 
 
 def skip_without_requirements(page):
-    """Skip the test if a package, a program or a right is missing that the commands of `page` need."""
+    """Skip the test if this machine cannot run the commands of `page`.
+
+    The test is skipped if a Python package or a launcher's program is missing, or if a launcher such as srun
+    needs root and this process is not root.
+    """
     for package in NEEDED_PACKAGES.get(page.name, ()):
         pytest.importorskip(package)
     for launcher in re.findall(r"--launcher (\w+)", page.read_text()):
@@ -37,15 +42,17 @@ def skip_without_requirements(page):
             pytest.skip(f"--launcher {launcher} needs root")
         for name in NEEDED_PROGRAMS[launcher]:
             try:
-                program(name)
+                program(name)  # raises HolmesError if it is not installed
             except HolmesError as error:
                 pytest.skip(str(error))
 
 
 def kinds(text):
-    """Of each line its first three words, without numbers: times, ranks and nodes differ from run to run, and
-    with the digits what a table leaves out."""
-    text = re.sub(r"\d{8}-\d{6}-\w+|\S+/\S+", "#", text)  # runs, paths
+    """Return the kind of each line of the text: its first three words, with `#` for numbers and paths.
+
+    Times, ranks and nodes differ from run to run, so lines of the same kind count as equal.
+    """
+    text = re.sub(r"\d{8}-\d{6}-\w+|\S+/\S+", "#", text)  # names of runs, paths
     lines = (re.sub(r"\d[\d.]*", "#", line).split() for line in text.splitlines() if line.strip(" \u2500"))
     kept = (words[:3] for words in lines if words[0] != "..." and words[:2] != ["too", "narrow"])
     return {" ".join(re.sub(r"^[ab]#$", "NODE", word) for word in words) for words in kept}
@@ -54,8 +61,9 @@ def kinds(text):
 @full
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_jobs_print_what_the_page_shows(page, tmp_path):
-    """Every kind of line that a page shows below a command is among the lines that the command prints."""
+    """For each line that the page shows below a command, the command prints a line of the same kind."""
     skip_without_requirements(page)
+    # Runs the page's commands on emulated nodes.
     seen = list(generate.in_lab(page.read_text(), tmp_path))
     assert seen
     for command, shown, printed in seen:
@@ -65,12 +73,19 @@ def test_jobs_print_what_the_page_shows(page, tmp_path):
 
 @pytest.mark.parametrize("launcher", NEEDED_PROGRAMS)
 def test_a_page_is_skipped_without_the_programs_of_its_launcher(launcher, tmp_path, monkeypatch):
-    """The skip names the missing program's package; with all programs installed there is no skip."""
+    """A page with the flag `--launcher srun` or `mpirun` is tested if the launcher's programs are installed.
+
+    Otherwise the test is skipped, and the reason names the missing apt package.
+    """
     page = tmp_path / "page.md"
     page.write_text(f"    holmes lab run --cluster c.toml --launcher {launcher} -- python train.py\n")
     monkeypatch.setattr("os.getuid", lambda: 0)
+
+    # All programs are installed: the test is not skipped.
     monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda name, path: f"/usr/bin/{name}")
     skip_without_requirements(page)
+
+    # No program is installed.
     monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda name, path: None)
     with pytest.raises(pytest.skip.Exception, match="is missing; apt-get install"):
         skip_without_requirements(page)

@@ -1,7 +1,9 @@
-"""What is done to a job of two clusters (a0, a1: InfiniBand; b0, b1: RoCE; launched a0, b0, a1, b1), and what
-must come of it.
+"""Table of the faults that tests cause in a job on two emulated clusters, and of what the job must then do.
 
-launcher's ranks 0 1 2 3 = a0 b0 a1 b1; planned ranks 0 1 2 3 = a0 a1 b0 b1
+    cluster a    nodes a0 and a1, with InfiniBand
+    cluster b    nodes b0 and b1, with RoCE
+
+The launcher places ranks 0 to 3 on a0, b0, a1, b1. Holmes renumbers them, so that they are on a0, a1, b0, b1.
 """
 
 from __future__ import annotations
@@ -77,27 +79,21 @@ def renamed(node: str) -> Change:
 
 @dataclass(frozen=True)
 class Fault:
-    """One row.
-
-    before, during: changes to the lab, before the start and when a rank has printed "step 2"; undo_during: as
-    soon as this pattern is printed. ranks: tiny.py's FAULT. says: patterns, each of which one line of the job
-    must match. status: of the ranks that are not `gone` (killed, stopped, or with a status of their own);
-    within_s: it is over by then, a guard against hangs and no measure of speed.
-    """
+    """A fault that a test causes in a job of the emulated cluster, and what the job must then do."""
 
     name: str
-    says: tuple[str, ...] = ()
-    status: int = 2
-    before: tuple[Change, ...] = ()
-    during: tuple[Change, ...] = ()
-    undo_during: str = ""
-    ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
-    gone: tuple[int, ...] = ()
+    says: tuple[str, ...] = ()  # patterns; each must match a line that the job prints
+    status: int = 2  # exit status of all ranks except those in `gone`
+    before: tuple[Change, ...] = ()  # changes to the emulated network before the job starts
+    during: tuple[Change, ...] = ()  # changes to the emulated network when a rank has printed "step 2"
+    undo_during: str = ""  # pattern; when a line of the job matches it, the changes are undone
+    ranks: dict[str, dict[str, Any]] = field(default_factory=dict)  # rank -> what goes wrong in its process
+    flags: tuple[str, ...] = ()  # further flags of the job
+    env: dict[str, str] = field(default_factory=dict)  # further environment variables of the job
+    gone: tuple[int, ...] = ()  # ranks that are killed or stopped, or end with another status
     silent: tuple[str, ...] = ()  # patterns that no line may match
-    within_s: float = 120.0
-    default: bool = True  # each landing runs it; if False, it is exhaustive (tests/selection.py)
+    within_s: float = 120.0  # timeout against hangs; no measure of speed
+    default: bool = True  # runs before each merge; if False, the case is exhaustive (tests/selection.py)
 
     @property
     def grace_s(self) -> float:

@@ -1,4 +1,8 @@
-"""Every row of table.py happens to a small job in the lab, and must end, or go on, as the row says."""
+"""Tests what a job does when a fault happens to it: a cable is pulled, a rank is killed, ...
+
+The job trains on emulated nodes. The faults are listed in table.py, each with the messages and the exit
+status that the job must have.
+"""
 
 import json
 import re
@@ -23,13 +27,20 @@ PRELOAD = ("torch", "holmes_ext.job", "holmes_ext.patches.engine.registry",
 #: another tells what it has lost, and is ended by torch's own watchdog (SIGABRT) or the launcher.
 OVER_NCCL = ("unreachable on its fast NIC alone", "a fast NIC without link", "cable of the fast NIC pulled",
              "cable pulled and back in time", "killed in a reduction")
+TIMED_OUT = 124  # exit status of a job that the lab ended after its timeout
+ENDED_BY_LAUNCHER = 143  # exit status after SIGTERM
+ABORTED = (-6, 134)  # exit statuses after SIGABRT
 #: tiny.py switches holmes on by itself: the lab takes it for a stock job, and would take its fast NICs away.
 STARTED_LATER = {"NCCL_IB_DISABLE": "0", "NCCL_SOCKET_IFNAME": ""} if ON_GPUS else None
 
 
 def case_of(fault: Fault):
-    """Return the fault as a case of test_fault; over gloo, faults that are no default are exhaustive."""
-    is_exhaustive = not fault.default and not ON_GPUS
+    """Return the fault as a parameter of test_fault.
+
+    Over gloo, a fault with `default=False` gets the mark of exhaustive tests, which do not run before every
+    merge. Over NCCL there are only five faults, and all of them run.
+    """
+    is_exhaustive = not fault.default and not ON_GPUS  # ON_GPUS: the jobs train over NCCL
     return pytest.param(fault, id=fault.name, marks=full if is_exhaustive else ())
 
 
@@ -45,7 +56,7 @@ def plan(two_clusters):
 
 
 def happen(two_clusters, fault: Fault, plan: str):
-    """The job's result, and its lines."""
+    """Train a small job, cause the fault in it, and return the job's result and the lines that it printed."""
     changes, hit = Changes(two_clusters.lab), threading.Event()
 
     def on_line(rank, line, stream):
@@ -70,22 +81,27 @@ def happen(two_clusters, fault: Fault, plan: str):
 
 @pytest.mark.parametrize("fault", CASES)
 def test_fault(two_clusters, plan, fault):
-    result, lines = happen(two_clusters, fault, plan)
+    """The job prints the expected messages of the fault, and its ranks end with the expected exit status."""
+    result, lines = happen(two_clusters, fault, plan)  # trains a small job that meets the fault
     told = "\n".join(lines)
-    assert result.returncode != 124, f"not over within {fault.within_s} s:\n{told}"
-    for pattern in fault.says:
+    assert result.returncode != TIMED_OUT, f"not over within {fault.within_s} s:\n{told}"
+
+    for pattern in fault.says:  # patterns of the expected messages
         assert any(re.search(pattern, line) for line in lines), f"no line matches {pattern!r}:\n{told}"
-    for pattern in fault.silent:
+    for pattern in fault.silent:  # patterns that no message may match
         assert not any(re.search(pattern, line) for line in lines), f"a line matches {pattern!r}:\n{told}"
+
+    # Exit statuses of the ranks that the fault itself does not kill or stop.
     ended = {rank: status for rank, status in result.statuses.items() if rank not in fault.gone}
-    # the others may not see it in time: then the launcher (the lab, after some seconds) ends them
     if fault.gone:
-        ended = {rank: status for rank, status in ended.items() if status != 143}
+        # Ranks that do not notice in time that another rank is gone are ended by the launcher.
+        ended = {rank: status for rank, status in ended.items() if status != ENDED_BY_LAUNCHER}
     if ON_GPUS and fault.name == "killed in a reduction":
-        assert set(ended.values()) <= {fault.status, -6, 134}, told
+        # torch's NCCL watchdog may abort a rank before holmes ends it.
+        assert set(ended.values()) <= {fault.status, *ABORTED}, told
         return
     assert set(ended.values()) == {fault.status}, f"{result.statuses}\n{told}"
-    if fault.status == 2 and not fault.during:
+    if fault.status == 2 and not fault.during:  # bad input: a message without a traceback
         assert not any("Traceback" in result.outputs[rank] for rank in ended), told
 
 

@@ -1,8 +1,8 @@
-"""DeepSpeed's pipeline engine, a checkpoint after every step: whatever breaks in training, the last one is
-whole and the job goes on from it.
+"""Tests that a job that a fault ended goes on from its last checkpoint.
 
-Started again as it was, or by torchrun with an agent on every node. Losses must be those of the undisturbed
-job, and no step beyond the checkpoint may be missing.
+The job trains with DeepSpeed's pipeline engine and saves a checkpoint after every step. After a fault, its
+last checkpoint must be complete. The job is started again by the test, or by torchrun. It must then train
+each step after the checkpoint, with the losses of a job without the fault.
 """
 
 import contextlib
@@ -28,16 +28,18 @@ SIZE = (
 HOLMES = ("--holmes", "--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2")
 TRAIN = str(Path(__file__).with_name("train.py"))
 STEPS, MORE = 5, 8
-#: Beginning of the message on a failed communication in the patterns of table.py. They are written for
-#: tiny.py, which calls torch.distributed itself.
+TIMED_OUT = 124  # exit status of a job that the lab ended after its timeout
+#: How the message begins if a call of torch.distributed fails in a job that calls it directly (tiny.py). The
+#: patterns of table.py contain these words.
 TORCH_FAILED = "communication failed"
-#: Pattern of the same beginning in this job, in which holmes sends between stages and reduces gradients.
+#: Pattern for the same message in this file's job. There holmes sends activations between pipeline stages and
+#: reduces gradients, and the message names what failed.
 ENGINE_FAILED = "(communication|pipeline edge from stage .*|the reduction of .*) failed( over fabric [^;:]*)?"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(two_clusters, tmp_path_factory):
-    """Losses by step of the job without holmes and without faults."""
+    """Return the losses of the job without holmes and without faults: step -> loss."""
     log = tmp_path_factory.mktemp("undisturbed") / "log"
     result = launch(two_clusters, EXAMPLE, *SIZE, "--steps", str(MORE), "--log", str(log))
     assert result.returncode == 0, result.outputs
@@ -77,27 +79,31 @@ def assert_goes_on(two_clusters, save, undisturbed, log=None, here=None):
     assert assert_whole(here or save) == MORE
 
 
-#: Faults while a rank writes its checkpoint. As in table.py, each has patterns that the messages must match.
+#: Faults while a rank writes its checkpoint. `says`: patterns that holmes's messages must match.
 WRITING = (
-    Fault("killed while it writes its checkpoint", (r"communication failed; node b0 .rank 2. is lost",),
+    Fault("killed while it writes its checkpoint", says=(r"communication failed; node b0 .rank 2. is lost",),
           ranks={"1": {"do": "kill", "when": "save"}}, gone=(1,)),
     Fault("the first rank is killed while it writes its checkpoint",
-          (r"communication failed; node a0 .rank 0. is lost",),
+          says=(r"communication failed; node a0 .rank 0. is lost",),
           ranks={"0": {"do": "kill", "when": "save"}}, gone=(0,), default=False),
-    Fault("stopped while it writes its checkpoint", (r"communication failed: .*[Tt]imed out",),
+    Fault("stopped while it writes its checkpoint", says=(r"communication failed: .*[Tt]imed out",),
           ranks={"1": {"do": "stop", "when": "save"}}, gone=(1,), default=False),
 )
-#: Moment of a fault in tiny.py (its third step, a send, a checkpoint) -> the moment in train.py.
+#: When a rank of table.py's job fails (in step 3, a send, a checkpoint) -> when a rank of this job fails.
 OF_ENGINE = {3: "reduce", "send": "send", "save": "save"}
 CASES = [*WRITING, *IN_TRAINING]
 
 
 def assert_explains_the_end(fault: Fault, lines: list[str]) -> None:
-    """Assert that holmes's messages name the cause of the end, such as the NIC or the lost node.
+    """Assert that the job's messages name the cause of its end, such as the NIC or the lost node.
 
-    Each pattern of fault.says must match one of the lines.
+    Args:
+        fault: Its field `says` has the patterns of the expected messages.
+        lines: The lines that holmes printed. Each pattern must match one of them.
     """
     assert fault.says
+    # The patterns are written for a job that calls torch.distributed directly. In this file's job, holmes's
+    # message begins with the operation that failed, such as "the reduction of ... failed".
     for pattern in fault.says:
         expected = pattern.replace(TORCH_FAILED, ENGINE_FAILED)
         assert any(re.search(expected, line) for line in lines), f"no line matches {expected!r}: {lines}"
@@ -108,28 +114,37 @@ def assert_explains_the_end(fault: Fault, lines: list[str]) -> None:
     for fault in CASES
 ])
 def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tmp_path, fault):
-    """A job that a fault ends in its third step says why; restarted, it has the losses without the fault."""
-    changes, hit, save = Changes(two_clusters.lab), threading.Event(), tmp_path / "saved"
+    """A fault in the third step ends the job with a message that names the cause.
+
+    Started again from its last checkpoint, the job has the losses of a job without the fault.
+    """
+    changes = Changes(two_clusters.lab)  # applies the fault to the emulated network, and can undo it
+    is_applied = threading.Event()
+    save = tmp_path / "saved"
 
     def on_line(rank, line, stream):
-        if fault.during and line.startswith("step 2 saved") and not hit.is_set():
-            hit.set()
+        # fault.during: changes to the network in the third step, such as a NIC that goes down
+        if fault.during and line.startswith("step 2 saved") and not is_applied.is_set():
+            is_applied.set()
             changes.do(fault.during)
         elif fault.undo_during and re.search(fault.undo_during, line):
             changes.undo()
 
-    job = {"pause_s": float(fault.env.get("PAUSE_S", 0)), "timeout_s": 20,
-           "ranks": {rank: {**mine, "when": OF_ENGINE[mine["when"]]} for rank, mine in fault.ranks.items()}}
+    # What train.py does to its own ranks: which of them it kills or stops, and when in the third step.
+    failing_ranks = {rank: {**failure, "when": OF_ENGINE[failure["when"]]}
+                     for rank, failure in fault.ranks.items()}
+    job = {"pause_s": float(fault.env.get("PAUSE_S", 0)), "timeout_s": 20, "ranks": failing_ranks}
     command = (TRAIN, str(save), json.dumps(job), *SIZE, "--steps", str(STEPS), *HOLMES, *fault.flags)
     try:
         result = launch(two_clusters, *command, timeout=fault.within_s, grace=fault.grace_s, on_line=on_line)
     finally:
         changes.undo()
-    assert hit.is_set() or not fault.during, result.outputs
-    ends_well = fault.status == 0 and not fault.gone
-    assert result.returncode != 124 and (result.returncode == 0) == ends_well, result.outputs
-    if not ends_well:
+    assert is_applied.is_set() or not fault.during, result.outputs
+    survives = fault.status == 0 and not fault.gone  # gone: ranks that the fault kills or stops
+    assert result.returncode != TIMED_OUT and (result.returncode == 0) == survives, result.outputs
+    if not survives:
         assert_explains_the_end(fault, said(result))
+    # Starts the job again from its checkpoint and compares the losses.
     assert_goes_on(two_clusters, save, undisturbed)
 
 

@@ -1,11 +1,12 @@
-"""Training commands of users, not changed by a character, that run on emulated GPUs and NCCL and on CPUs and
-gloo.
+"""Training commands as users type them, for tests that compare losses on emulated GPUs with losses on CPUs.
 
-    Megatron-LM, Megatron-DeepSpeed    tests/checkouts.py says where they are
-    build/torchtitan                   make torchtitan
+The same command runs unchanged on emulated GPUs with NCCL and on CPUs with gloo. Its framework must be there:
 
-What lets Megatron-LM and torchtitan train on CPUs (examples/megatron_core/on_cpu,
-integration_tests/torchtitan_cpu) is in the CPU's runs only.
+    Megatron-LM, Megatron-DeepSpeed    checkouts of the repositories, which tests/checkouts.py finds
+    torchtitan                         in build/torchtitan, where `make torchtitan` installs it
+
+Megatron-LM and torchtitan need small adaptations to train on CPUs (examples/megatron_core/on_cpu,
+integration_tests/torchtitan_cpu). Only the runs on CPUs load these.
 """
 
 from __future__ import annotations
@@ -210,12 +211,17 @@ def torchtitan(folder: Path, way: str, ranks: int) -> Command:
 
 
 def compared(folder: Path) -> Iterator[Command]:
-    """Yield the commands for 8 ranks whose losses on GPUs and on CPUs are compared.
+    """Yield the training commands whose losses on 8 GPUs are compared with those on CPUs.
 
-    Commands whose checkout or package is missing are left out.
+    A command is left out if its framework is missing: the checkout of Megatron-LM or Megatron-DeepSpeed, or
+    the installed torchtitan.
+
+    Args:
+        folder: Each command writes its files into a folder inside of this one.
     """
     yield from deepspeed(folder)
     yield trainer(folder)
+    # TENSOR: flags for tensor parallelism over two ranks
     if checkout := find_checkout("Megatron-LM"):
         (folder / "Megatron-LM").mkdir()
         yield megatron_lm(folder / "Megatron-LM", checkout, *TENSOR)
@@ -223,7 +229,7 @@ def compared(folder: Path) -> Iterator[Command]:
         (folder / "Megatron-DeepSpeed").mkdir()
         zero_stage = 1
         yield megatron_deepspeed(folder / "Megatron-DeepSpeed", checkout, zero_stage, *TENSOR)
-    if INSTALLED.is_dir():
-        for way in ("HSDP", "1F1B"):
+    if INSTALLED.is_dir():  # the folder of an installed torchtitan
+        for way in ("HSDP", "1F1B"):  # sharded data parallelism, and a pipeline
             (folder / way).mkdir()
-            yield torchtitan(folder / way, way, 8)
+            yield torchtitan(folder / way, way, ranks=8)

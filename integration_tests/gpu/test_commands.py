@@ -1,7 +1,10 @@
-"""Users' training commands on emulated GPUs: the losses of the same commands on CPUs and gloo.
+"""Tests that training commands have the same losses on GPUs with NCCL as on CPUs with gloo.
 
-With HOLMES_TEST_FULL=1 on 2 + 2 nodes with 2 GPUs each (8 ranks, tensor 2 with Megatron), else on 1 + 1 (4
-ranks), as on one physical GPU.
+The GPUs are emulated, or one physical GPU is shared by all ranks. The number of ranks depends on the run:
+
+    default               2 nodes with 2 emulated GPUs each: 4 ranks
+    one physical GPU      4 nodes with 1 process each: 4 ranks
+    HOLMES_TEST_FULL=1    4 nodes with 2 emulated GPUs each: 8 ranks; Megatron with tensor parallelism 2
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""NCCL's numbers on emulated GPUs by number of ranks, channels, type and size; and what else happens to
-communicators.
+"""Tests the results of NCCL's collectives on emulated GPUs, and the life of its communicators.
 
-A sample always; exhaustive: 2 to 8 ranks, 1 to 4 channels, all types, 1 element to 64 MB.
+The results are compared for different numbers of ranks and channels, data types and sizes. One small case
+always runs. The exhaustive cases have 2 to 8 ranks, 1 to 4 channels, and up to 64 MB.
 """
 
 from pathlib import Path

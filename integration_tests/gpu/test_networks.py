@@ -1,4 +1,4 @@
-"""Which network NCCL takes on an emulated cluster, and which NICs carry its bytes."""
+"""Tests which network NCCL uses between nodes of an emulated cluster, and which NICs carry its data."""
 
 from pathlib import Path
 
@@ -47,7 +47,10 @@ def test_inside_a_node_no_nic_carries_anything(lab):
 @pytest.mark.parametrize("algorithm", ["Ring", "Tree"])
 @pytest.mark.parametrize("protocol", ["Simple", "LL", "LL128"])
 def test_numbers_of_torch_over_nccl(lab, algorithm, protocol, exhaustive):
-    """All types; across the network and inside nodes."""
+    """All-reduces give the right numbers with each algorithm and protocol of NCCL.
+
+    All data types are tested, between nodes and inside a node.
+    """
     largest = "65536" if exhaustive else "1000"
     right(lab.run(NUMBERS, "--largest", largest, order="a0,a1",
                   env={"NCCL_ALGO": f"allreduce:{algorithm}", "NCCL_PROTO": protocol}))

@@ -1,7 +1,14 @@
-"""Planted faults (planted.py): each is found and named, and the same code without it is clean.
+"""Tests that emulated GPUs find synchronization errors; planted.py has functions with one error each.
 
-Wrong numbers show with --gpu-order random, which names what does not wait for what; circles are ended and
-told rank by rank. Exhaustive: all of them.
+The errors are of two kinds:
+
+    missing wait    A kernel uses memory before another kernel has finished with it. With --gpu-order random,
+                    the emulated GPU reports both kernels.
+    deadlock        Ranks wait for each other. The job is ended, and the report says for each rank what it
+                    waits for.
+
+The same functions without the error are reported as correct. Some deadlocks are tested only in exhaustive
+runs.
 """
 
 import re
@@ -120,18 +127,20 @@ def test_without_the_faults_late_kernels_change_nothing(lab, gpus):
 
 
 @pytest.mark.parametrize(
-    "one", [pytest.param(one, id=one.title, marks=() if one.always else full) for one in HANGS])
-def test_hangs_are_ended_and_named(lab, gpus, one):
-    clocked = replace(gpus, clock=GpuClock(sms=one.sms))
-    ran = lab.run(SCRIPT, one.fault, order="a0", env=one.env, gpus=clocked,
-                  end_s=300.0 if one.circle else 3.0)
+    "hang", [pytest.param(hang, id=hang.title, marks=() if hang.always else full) for hang in HANGS])
+def test_hangs_are_ended_and_named(lab, gpus, hang):
+    """A program of two ranks that hangs is ended, and the report says what each rank waits for."""
+    clocked = replace(gpus, clock=GpuClock(sms=hang.sms))  # sms: multiprocessors of the emulated GPU
+    # Ranks that wait for each other in a circle are found at once, other hangs after end_s without progress.
+    ran = lab.run(SCRIPT, hang.fault, order="a0", env=hang.env, gpus=clocked,
+                  end_s=300.0 if hang.circle else 3.0)
     report = "\n".join(ran.hang)
-    assert ("each of these waits for the next" if one.circle
-            else "no rank progressed for 3 s") in report, ran.said
-    for text in one.told:
-        assert re.search(text, report), report
-    assert f'in {one.fault}' in report  # the Python stack
-    assert shown(ran) == {}
+    reason = "each of these waits for the next" if hang.circle else "no rank progressed for 3 s"
+    assert reason in report, ran.said
+    for pattern in hang.told:
+        assert re.search(pattern, report), report
+    assert f"in {hang.fault}" in report  # the Python stack
+    assert shown(ran) == {}  # no rank came as far as printing its result
 
 
 @full

@@ -1,5 +1,10 @@
-"""No race is reported of what holmes launches, as none is of stock's runs: by torch's CUDA sanitizer, and by
-the emulated GPU's own search for missing waits (--gpu-order random), which knows NCCL's kernels, too."""
+"""Tests that jobs with holmes have no data race between CUDA streams.
+
+Two tools look for races, in jobs with holmes and without:
+
+    torch's CUDA sanitizer
+    the emulated GPU with --gpu-order random, which also checks the kernels of NCCL
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

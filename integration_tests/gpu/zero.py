@@ -1,9 +1,9 @@
-"""A plain DeepSpeed script: python zero.py --stage N        torchrun's variables say which rank
+"""A DeepSpeed script without holmes: trains a small model with ZeRO stage 0 to 3 on GPUs or CPUs.
 
     zero.py --stage N [--steps N] [--save DIR --save-after STEP] [--load DIR]
 
-Trains a small model with ZeRO 0 to 3; prints a JSON line with the mean loss of each step. NCCL on GPUs, gloo
-on CPUs.
+torchrun's environment variables (RANK, WORLD_SIZE, ...) must be set. At its end each rank prints a JSON line
+with the loss of each step, averaged over all ranks. The backend is NCCL on GPUs and gloo on CPUs.
 """
 
 import argparse
@@ -27,31 +27,33 @@ def model() -> torch.nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--stage", type=int, default=0, help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--save", help="folder of the checkpoint")
-    parser.add_argument("--save-after", type=int, default=0, help="step after which it is saved")
-    parser.add_argument("--load", help="folder of the checkpoint to go on from")
+    parser.add_argument("--save", help="folder of the checkpoint that is written")
+    parser.add_argument("--save-after", type=int, default=0, help="step after which it is written")
+    parser.add_argument("--load", help="folder of the checkpoint from which training continues")
     arguments = parser.parse_args()
     device = get_accelerator()
     if device.device_name() == "cpu":
-        # it would be compiled, for half a minute
+        # DeepSpeed would compile this operator for half a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
         device.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     rank, world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    # The buckets are so small that each step reduces several of them.
+    zero = {"stage": arguments.stage, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
     engine, *_ = deepspeed.initialize(model=model(), config={
         "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 1.0, "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": arguments.stage, "reduce_bucket_size": 2000,
-                              "allgather_bucket_size": 2000}})
+        "zero_optimization": zero})
     if arguments.load:
         engine.load_checkpoint(arguments.load)
     losses = []
     for step in range(engine.global_steps, arguments.steps):
-        tokens = torch.randint(0, 64, (world, ROWS), generator=torch.Generator().manual_seed(step))[rank]
-        tokens = tokens.to(engine.device)
+        # All ranks draw the same batch, and each trains on its own part.
+        batch = torch.randint(0, 64, (world, ROWS), generator=torch.Generator().manual_seed(step))
+        tokens = batch[rank].to(engine.device)
         loss = torch.nn.functional.cross_entropy(engine(tokens).float(), tokens)
         engine.backward(loss)
         engine.step()

@@ -1,5 +1,9 @@
-"""Two jobs that no one can call, as behind NAT, in the lab: they reach `holmes join serve` and not each
-other, and learn what they learn with open ports. TLS throughout."""
+"""Tests two joined jobs behind NAT, on emulated nodes: they reach the coordinator, but not each other.
+
+Joined jobs are separate training jobs that regularly average their weights (DiLoCo). Usually they connect to
+each other directly. If that is impossible, the coordinator (`holmes join serve`) relays their data. The
+losses must then be the same as with direct connections. All connections use TLS.
+"""
 
 import pytest
 from clusters import spec
@@ -15,44 +19,53 @@ STEPS = 24
 
 
 def train(directory, cut, *flags):
-    """Train two joined jobs; return the losses of each, and the lines that the coordinator printed.
+    """Train two jobs that regularly average their weights, each on an emulated node of its own.
 
     Args:
-        cut: Whether the two jobs' nodes cannot reach each other.
+        cut: Whether packets between the nodes of the two jobs are dropped. Both still reach the coordinator.
         flags: Further flags of both jobs.
+
+    Returns:
+        The losses of each job, and the lines that the coordinator printed.
     """
     directory.mkdir()
-    with Lab(CLUSTERS) as lab, coordinator(lab) as (where, told):
+    with Lab(CLUSTERS) as lab, coordinator(lab) as (coordinator_address, coordinator_lines):
+        address_of = {node.name: node.address for node in lab.nodes}
         if cut:
             for node, other in (("a0", "b0"), ("b0", "a0")):
-                address = next(one.address for one in lab.nodes if one.name == other)
-                lab.configure(node, f"route add blackhole {address}/32")
+                lab.configure(node, f"route add blackhole {address_of[other]}/32")
+
         jobs = []
-        for seed, (name, node) in enumerate((("east", "a0"), ("west", "b0")), 1):
-            job_flags = [*join_flags(name, where, OUTER), *flags]
-            jobs.append(start(lab, name, [node], job_flags, STEPS, seed, directory / f"{name}.jsonl"))
-            # All jobs begin with the weights of the first one that joins. Wait for it, so that it is the same
-            # job in each run.
+        for seed, (name, node) in enumerate((("east", "a0"), ("west", "b0")), start=1):
+            job_flags = [*join_flags(name, coordinator_address, OUTER), *flags]
+            log = directory / f"{name}.jsonl"
+            jobs.append(start(lab, name, [node], job_flags, STEPS, seed, log))  # a job on one node
+            # All jobs begin with the weights of the first one that joins. Wait until "east" has joined before
+            # "west" starts, so that it is the same job in each run.
             message = f"job {name} is here"
-            await_(lambda message=message: any(message in line for line in told), 120, message)
+            await_(lambda message=message: any(message in line for line in coordinator_lines),
+                   120, message)  # within 120 s
         for job in jobs:
             job.wait()
-        return [[step["loss"] for step in job.steps()] for job in jobs], list(told)
+        return [[step["loss"] for step in job.steps()] for job in jobs], list(coordinator_lines)
 
 
 @full
 def test_two_jobs_behind_nat_learn_what_they_learn_with_open_ports(tmp_path):
-    direct, _ = train(tmp_path / "direct", False)
-    relayed, told = train(tmp_path / "relayed", True, "--holmes-join-ports", "none")
-    assert sum("commit (" in line for line in told) >= STEPS // 4 - 1, told
+    direct, _ = train(tmp_path / "direct", cut=False)
+    relayed, coordinator_lines = train(tmp_path / "relayed", True, "--holmes-join-ports", "none")
+    rounds = sum("commit (" in line for line in coordinator_lines)
+    assert rounds >= STEPS // 4 - 1, coordinator_lines
     assert relayed == direct
     assert len(direct[0]) == STEPS and direct[0][-1] < direct[0][0]
 
 
 @full
 def test_without_a_way_to_each_other_a_job_cannot_join(tmp_path):
-    """That the network of the test above is cut at all: with ports that are told, the second job cannot have
-    the first one's weights, and says so in one line."""
+    """Without the relay, a job that cannot reach the first job cannot get its weights and ends with an error.
+
+    This shows that the network of the other test really is cut.
+    """
     with pytest.raises(HolmesError, match="job (east|west) cannot join: the weights of job (east|west) could "
                                           "not be"):
-        train(tmp_path / "cut", True)
+        train(tmp_path / "cut", cut=True)

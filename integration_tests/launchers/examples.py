@@ -1,10 +1,16 @@
-"""What users copy (examples/slurm, examples/mpi), run as it stands: but the number of nodes, and sizes that
-fit here.
+"""Test cases that run the Slurm and MPI scripts which users copy from examples/slurm and examples/mpi.
 
-Each is started as one job and as a heterogeneous one, and has the losses of torchrun without holmes. Trainer
-trains where transformers is installed, Megatron-LM where tests/checkouts.py finds it; elsewhere
-the same scripts start a smaller training in their place. Their own sizes, 12 nodes of 8 processes, are asked
-for by programs that only tell where they ran and with what.
+The scripts run unmodified on emulated nodes, except for two changes that make them small:
+
+    nodes     two nodes of one process, instead of 12 nodes of 8 processes
+    models    sizes that train in seconds on a CPU
+
+Each script is started as an ordinary job and as a heterogeneous Slurm job. Its losses must equal those of
+torchrun without holmes. If transformers or a checkout of Megatron-LM (tests/checkouts.py) is missing, the
+script for it trains a model of plain torch instead.
+
+One more case keeps the 12 nodes of 8 processes. There the training command is replaced by a program that
+prints only its node and its arguments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Every launcher that README names really launches: Slurm, Open MPI, deepspeed and torchrun on emulated
-clusters.
+"""Tests each launcher that README names with real jobs: Slurm, Open MPI, deepspeed and torchrun.
 
-The cases run side by side, each in a lab of its own: much of what they do is waiting. What is left of them
-afterwards is asked here, too.
+Each case starts its launcher on a lab, a cluster emulated with network namespaces on this machine. The cases
+mostly wait, so several run at the same time. Further tests check that no process and no file of a lab is left
+afterwards.
 """
 
 import contextlib
@@ -37,22 +37,22 @@ pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_others():
-    """Folders of labs that other tests of this process keep."""
+def labs_of_other_tests():
+    """Names of the labs that run before this file's tests; other tests of this process still use them."""
     return own_labs()
 
 
 @pytest.fixture(scope="module")
 def running(request, tmp_path_factory):
-    """Start all selected cases, SIDE_BY_SIDE at a time; yield their futures by name."""
-    selected = []
+    """Start all selected cases of this file in a thread pool and yield their futures: name -> future."""
+    selected = []  # names of the cases that pytest will run in this session
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if item.module is request.module and "name" in parameters:
             selected.append(parameters["name"])
-    longest_first = dict.fromkeys((*FIRST, *selected))
+    longest_first = dict.fromkeys((*FIRST, *selected))  # FIRST: names of the cases that take longest
     ordered = [name for name in longest_first if name in selected]
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+    with ThreadPoolExecutor(max_workers=SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in ordered}
 
 
@@ -61,9 +61,13 @@ LAUNCHERS = ("torchrun", "srun", "mpirun", "deepspeed")
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a case: the row of README's table that it tests, and whether it is exhaustive."""
+    """Return the pytest marks of the case `name`.
+
+    The mark `row` names the launcher that the case tests, as README's table lists it. The mark `full` is for
+    cases that are too slow to run before every merge.
+    """
     marks = []
-    launcher = name.partition("_")[0]
+    launcher = name.partition("_")[0]  # "srun_cyclic" tests srun
     if launcher in LAUNCHERS:
         marks.append(pytest.mark.row(launcher))
     if name in EXHAUSTIVE:
@@ -73,38 +77,49 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_launch(running, name, tmp_path):
-    """A case succeeds: the one that the fixture started, or in a rerun (--reruns) a fresh one."""
+    """The case `name` succeeds.
+
+    The fixture `running` has started the case in a thread. If pytest repeats the test (--reruns), the case
+    runs again here.
+    """
     future = running.pop(name, None)
     if future:
-        future.result()
+        future.result()  # raises the error of a failed case
     else:
         CASES[name](tmp_path)
 
 
-def test_nothing_is_left(running, of_others):
+def test_nothing_is_left(running, labs_of_other_tests):
     for future in running.values():  # where pytest was asked for this test alone, or ended early
         future.exception()
-    assert left(of_others) == []
+    assert leftovers(labs_of_other_tests) == []
 
 
-def test_starts_and_stops_leave_nothing(tmp_path, of_others, exhaustive):
-    """50 labs (2 as a sample), in turns with sshd and mpirun and with Slurm, leave no process and no file."""
+def test_starts_and_stops_leave_nothing(tmp_path, labs_of_other_tests, exhaustive):
+    """Labs (emulated clusters) that start, run a job and stop leave no process and no file behind.
+
+    Each lab has either the daemons of Slurm or sshd for mpirun. There are 50 labs, or 2 in the short version
+    of the test.
+    """
+    hosts = ["a0", "a1", "b0", "b1"]
     for number in range(50 if exhaustive else 2):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with Bench(folder, ("slurm",) if number % 2 else ("ssh",)) as bench:
-            if number % 2:
-                said = bench.run("srun", "--nodes=4", "hostname")
+        uses_slurm = number % 2 == 1
+        with Bench(folder, needs=("slurm",) if uses_slurm else ("ssh",)) as bench:  # starts the lab
+            if uses_slurm:
+                output = bench.run("srun", "--nodes=4", "hostname")
             else:
-                said = bench.run("mpirun", "--allow-run-as-root", "--hostfile", hostfile(bench), "sh", "-c",
-                                 "hostname; ls -d /run/ompi.$(hostname).*")
-                assert all(f"/run/ompi.{host}." in said for host in bench.order), said
-            hosts = ["a0", "a1", "b0", "b1"]  # between warnings of a busy machine
-            assert sorted(line for line in said.splitlines() if line in hosts) == hosts, said
-            assert left(of_others)  # a lab that runs is seen
-        assert left(of_others) == []
+                output = bench.run("mpirun", "--allow-run-as-root", "--hostfile", hostfile(bench), "sh", "-c",
+                                   "hostname; ls -d /run/ompi.$(hostname).*")
+                assert all(f"/run/ompi.{host}." in output for host in bench.order), output
+            # The launcher's warnings may stand between the host names.
+            assert sorted(line for line in output.splitlines() if line in hosts) == hosts, output
+            assert leftovers(labs_of_other_tests)  # while the lab runs, it is found
+        assert leftovers(labs_of_other_tests) == []
 
 
+#: Prefix of the names of all labs (emulated clusters) of this process.
 OWN = f"holmes-lab-{os.getuid()}-{os.getpid()}-"
 
 
@@ -112,13 +127,16 @@ def own_labs() -> set[str]:
     return {path.name for path in state.directories() if path.name.startswith(OWN)}
 
 
-def left(of_others: set[str]) -> list[str]:
-    """What there is of this process's labs, without those of other tests: folders, processes, mounts,
-    sockets, Open MPI's session folders."""
-    def is_left(line: str) -> bool:
-        return OWN in line and not any(name in line for name in of_others)
+def leftovers(labs_of_other_tests: set[str]) -> list[str]:
+    """Return what still exists of the labs (emulated clusters) that this file's tests started.
 
-    found = sorted(own_labs() - of_others)
+    Each folder, mount, socket and process of such a lab is one line, and each session folder of Open MPI.
+    """
+
+    def is_left(line: str) -> bool:  # OWN: prefix of the names of this process's labs
+        return OWN in line and not any(name in line for name in labs_of_other_tests)
+
+    found = sorted(own_labs() - labs_of_other_tests)
     for table in ("/proc/mounts", "/proc/net/unix"):
         found += [f"{table}: {line}" for line in Path(table).read_text().splitlines() if is_left(line)]
     for folder in Path("/proc").glob("[0-9]*"):

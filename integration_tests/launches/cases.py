@@ -1,8 +1,14 @@
-"""Random sites and sizes, and a job of real engines under them whose launches are recorded as if its backend
-were NCCL.
+"""Trains small models for random clusters and records the communication that holmes would launch on NCCL.
 
-The processes talk over gloo, so the engines train on what they really received; holmes is told "fake", which
-stands for NCCL everywhere (runtime/groups/backend.py). Two levels are used however little there is to reduce.
+The tests then check whether the recorded operations could hang on NCCL, or receive the data of another send.
+How it works:
+
+    data       All process groups use gloo, so the models train on real data, without GPUs.
+    backend    Holmes reads the name of a group's backend as "fake", and then launches the same operations as
+               for NCCL (runtime/groups/backend.py).
+
+Hierarchical all-reduces ("two levels") normally need a minimum size. The minimum is zero here, so that small
+models use them, too.
 """
 
 from __future__ import annotations
@@ -32,17 +38,17 @@ from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.start.launcher import Process
 
 GB = 10**9
-SEEDS_PER_LAUNCH = 5  # cases that one launch of the processes trains: see run_in_batches()
+SEEDS_PER_LAUNCH = 5  # cases that the same processes train, one after the other: see run_in_batches()
 
 
 @dataclass(frozen=True)
 class Case:
-    """seed: of everything that is drawn; sizes: complete."""
+    """A random emulated cluster and a random job on it, drawn from `seed`."""
 
     seed: int
-    site: Site
-    sizes: Sizes
-    options: Options
+    site: Site  # the nodes, their clusters and networks
+    sizes: Sizes  # parallel sizes: pipeline stages, data-parallel ranks, ...
+    options: Options  # values of the --holmes-... flags
 
     @property
     def rng(self) -> random.Random:
@@ -117,49 +123,59 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Of one case on one rank: its launches, the losses that it saw, and which features had something to
-    do."""
+    """Result of training one case with holmes on one rank."""
 
-    log: Log
+    log: Log  # the recorded communication
     losses: list[float]
-    used: frozenset[str]
+    used: frozenset[str]  # the features that had an effect: "overlap", "two levels", "pairs", "edges"
 
 
-def run_in_batches(of_rank: Callable[..., list[Any]], world: int, seeds: Sequence[int],
+def run_in_batches(train_cases: Callable[..., list[Any]], world: int, seeds: Sequence[int],
                    *args: Any) -> list[list[Any]]:
-    """Run `of_rank(rank, world, seeds, *args)` in `world` processes, with new processes for every few seeds.
+    """Train the random cases of all seeds, with new processes for every few cases.
 
-    gloo keeps a thread for each process group, which wakes 100 times a second. With the groups of 15 cases in
-    each of 8 processes, these threads would use up both cores of a small machine.
+    The processes are started again because gloo keeps a thread for each process group that was ever made.
+    Each thread wakes 100 times a second. With the groups of 15 cases in each of 8 processes, these threads
+    would use up both cores of a small machine.
+
+    Args:
+        train_cases: Called on each rank as `train_cases(rank, world, seeds, *args)`. It returns a list with
+            one result for each seed.
+        world: Number of ranks. Each is a process of its own.
 
     Returns:
-        For each rank the results of all seeds, in the order of the seeds.
+        For each rank the list of its results, in the order of the seeds.
     """
     results: list[list[Any]] = [[] for _ in range(world)]
     for start in range(0, len(seeds), SEEDS_PER_LAUNCH):
         batch = seeds[start:start + SEEDS_PER_LAUNCH]
-        batch_results = run_ranks(of_rank, world, world, batch, *args, timeout_s=580)
+        arguments = (world, batch, *args)  # those of train_cases after the rank
+        batch_results = run_ranks(train_cases, world, *arguments, timeout_s=580)
         for rank in range(world):
             results[rank].extend(batch_results[rank])
     return results
 
 
 def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) -> CaseResult:
-    """train() under the case."""
+    """Call train() with holmes switched on for the case, and record the communication that it launches.
+
+    The result also says which features of holmes the case used.
+    """
     two_level, used = TwoLevelCollectives.__call__, set()
 
-    def counted(*args: Any, **more: Any) -> Any:
+    def note_use(*args: Any, **more: Any) -> Any:
         used.add("two levels")
         return two_level(*args, **more)
 
-    with as_under_nccl(one, features) as log, mock.patch.object(TwoLevelCollectives, "__call__", counted):
+    with as_under_nccl(one, features) as log, mock.patch.object(TwoLevelCollectives, "__call__", note_use):
         losses = train()
         current = session.require()
         overlaps = current.stages(one.sizes, "fake")
-    if any(way.overlap for way in overlaps):
+    if any(stage.overlap for stage in overlaps):  # reduces gradients during the backward passes
         used.add("overlap")
-    if any(fabric.pair_groups[0] for fabric in current.plan.traffic_of("verbs").edges):
+    messages = current.plan.traffic_of("verbs")  # how messages between pipeline stages are sent
+    if any(fabric.pair_groups[0] for fabric in messages.edges):  # over a group for each pair of stages
         used.add("pairs")
-    if current.plan.traffic_of("verbs").in_flight:
+    if messages.in_flight:  # received before the stage waits for them
         used.add("edges")
     return CaseResult(log, losses, frozenset(used))

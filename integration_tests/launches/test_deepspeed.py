@@ -1,18 +1,21 @@
-"""Every operation that DeepSpeed's engines launch under holmes, on random sites: nothing of it hangs or mixes
-on NCCL.
+"""Tests that the operations that DeepSpeed's engines launch with holmes cannot hang on NCCL.
 
-The pipeline engine on 45 sites (ZeRO 0 and 1, tied layers or none, overlap, two levels, pairs of stages with
-groups of their own, receives posted in advance), four steps: the first learns the order of the buckets, two
-which messages come. The plain engine on 20, ZeRO 0 to 3. Losses are stock's.
+The operations are recorded while the ranks communicate over gloo (cases.py), and then checked for every order
+in which NCCL may run them. The losses must be those without holmes. Random cases:
+
+    pipeline engine    45 clusters; ZeRO 0 and 1, with and without tied layers. Four steps: in the first ones
+                       holmes learns the order of gradient buckets and of messages between stages
+    plain engine       20 clusters; ZeRO 0 to 3
 """
 
 import os
+from typing import NamedTuple
 
 import pytest
 from launches import faults
 
 from integration_tests.jobs import full
-from integration_tests.launches.cases import case, outcome, run_in_batches
+from integration_tests.launches.cases import CaseResult, case, outcome, run_in_batches
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
@@ -81,43 +84,67 @@ def zero_losses(one):
     return losses
 
 
-def of_rank(rank, world, seeds, losses):
-    """Return for each seed the result under holmes, stock's losses, and the compression that holmes used."""
+class RankResult(NamedTuple):
+    """Result of training one random case on one rank, with holmes and without."""
+
+    holmes: CaseResult  # the losses with holmes, its recorded launches, and the features that it used
+    stock_losses: list[float]  # the losses without holmes
+    compress: str  # value of --holmes-compress
+
+
+def train_cases(rank, world, seeds, train):
+    """Train the random case of each seed on this rank, first without and then with holmes.
+
+    Args:
+        train: pipeline_losses or zero_losses: trains a case and returns its losses.
+
+    Returns:
+        One RankResult for each seed.
+    """
     import contextlib
     import io
 
     start()
-    found = []
+    results = []
     for seed in seeds:
-        one = case(seed, world, pipeline=losses is pipeline_losses)
+        drawn = case(seed, world, pipeline=train is pipeline_losses)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            stock = losses(one)
-        found.append((outcome(one, FEATURES, lambda one=one: losses(one)), stock, one.options.compress))
-    return found
+            stock_losses = train(drawn)
+        # outcome() calls the function with holmes switched on, and records what holmes launches.
+        with_holmes = outcome(drawn, FEATURES, lambda drawn=drawn: train(drawn))
+        results.append(RankResult(with_holmes, stock_losses, drawn.options.compress))
+    return results
 
 
 def check(results, seeds):
-    """Assert that no order of kernels hangs and that losses are stock's; return what each case used.
+    """Assert for each random case that its recorded operations cannot hang and that its losses are right.
 
-    Each case's set names reductions and messages that it used, such as "two levels" or "pairs".
+    Args:
+        results: For each rank the list of its RankResults, in the order of the seeds.
+
+    Returns:
+        For each case the set of the holmes features that a rank used, such as "overlap" or "two levels".
     """
     used = []
     for number, seed in enumerate(seeds):
-        of_ranks = {rank: result[number] for rank, result in enumerate(results)}
-        logs = {rank: found.log for rank, (found, *_) in of_ranks.items()}
-        for bound in (False, True):
-            assert faults(logs, bound, blocking=True) == [], (seed, bound)
-        for found, stock, compress in of_ranks.values():
-            tolerance = 1e-5 if compress == "off" else 2e-2
-            assert max(abs(a - b) for a, b in zip(found.losses, stock, strict=True)) < tolerance, seed
-        used.append(frozenset.union(*(found.used for found, *_ in of_ranks.values())))
+        of_ranks = {rank: rank_results[number] for rank, rank_results in enumerate(results)}
+        logs = {rank: result.holmes.log for rank, result in of_ranks.items()}
+        # faults() lists the ways in which the operations could hang or fail on NCCL.
+        # is_bound: NCCL makes a communicator when its group is made, not at its first operation.
+        for is_bound in (False, True):
+            assert faults(logs, is_bound, blocking=True) == [], (seed, is_bound)
+        for result in of_ranks.values():
+            tolerance = 1e-5 if result.compress == "off" else 2e-2  # bf16 rounds
+            differences = [abs(a - b) for a, b in zip(result.holmes.losses, result.stock_losses, strict=True)]
+            assert max(differences) < tolerance, seed
+        used.append(frozenset.union(*(result.holmes.used for result in of_ranks.values())))
     return used
 
 
 @pytest.mark.parametrize("world", [pytest.param(world, marks=full) for world in (4, 6, 8)])
 def test_pipelines(world):
     seeds = PIPELINES[world]
-    used = check(run_in_batches(of_rank, world, seeds, pipeline_losses), seeds)
+    used = check(run_in_batches(train_cases, world, seeds, pipeline_losses), seeds)
     assert all(sum(name in one for one in used) >= 2
                for name in ("overlap", "two levels", "pairs", "edges")), used
 
@@ -125,5 +152,5 @@ def test_pipelines(world):
 @pytest.mark.parametrize("world", [pytest.param(world, marks=full) for world in (4, 6)])
 def test_zero(world):
     seeds = ZEROS[world]
-    used = check(run_in_batches(of_rank, world, seeds, zero_losses), seeds)
+    used = check(run_in_batches(train_cases, world, seeds, zero_losses), seeds)
     assert any("two levels" in one for one in used), used

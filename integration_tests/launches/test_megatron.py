@@ -1,8 +1,9 @@
-"""Every operation that megatron-core launches under holmes, on random sites: nothing of it hangs or mixes on
-NCCL.
+"""Tests that the operations that megatron-core launches with holmes cannot hang on NCCL.
 
-Plain, interleaved, and with the distributed optimizer, with overlapped reductions and gathers or without, two
-steps of examples/megatron_core. Losses and gradient norms are stock's.
+Each random case trains two steps of examples/megatron_core for a random cluster. Its schedule is 1F1B or
+interleaved, and it may have the distributed optimizer and overlapped reductions. The operations are recorded
+while the ranks communicate over gloo (cases.py), and then checked for every order in which NCCL may run them.
+Losses and gradient norms must be those of the same case without holmes.
 """
 
 import contextlib
@@ -10,12 +11,13 @@ import gc
 import io
 import os
 import sys
+from typing import NamedTuple
 
 import pytest
 from launches import faults
 
 from integration_tests.jobs import ROOT, full
-from integration_tests.launches.cases import case, outcome, run_in_batches
+from integration_tests.launches.cases import CaseResult, case, outcome, run_in_batches
 
 pytest.importorskip("megatron.core")
 
@@ -46,30 +48,52 @@ def losses(one):
     return [value for entry in entries for value in (entry["loss"], entry["grad_norm"])]
 
 
-def of_rank(rank, world, seeds):
-    """Return for each seed the result under holmes and stock's losses."""
+class RankResult(NamedTuple):
+    """Result of training one random case on one rank, with holmes and without."""
+
+    holmes: CaseResult  # the losses with holmes, its recorded launches, and the features that it used
+    stock_losses: list[float]  # the losses and gradient norms without holmes
+
+
+def train_cases(rank, world, seeds):
+    """Train the random case of each seed on this rank, first without and then with holmes.
+
+    Returns:
+        One RankResult for each seed.
+    """
     sys.path[:0] = [str(ROOT / "integration_tests"), str(ROOT / "examples" / "megatron_core")]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    found = []
+    results = []
     for seed in seeds:
-        one = case(seed, world)
+        drawn = case(seed, world)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            stock = losses(one)
-        found.append((outcome(one, FEATURES, lambda one=one: losses(one)), stock))
-    return found
+            stock_losses = losses(drawn)
+        # outcome() calls the function with holmes switched on, and records what holmes launches.
+        with_holmes = outcome(drawn, FEATURES, lambda drawn=drawn: losses(drawn))
+        results.append(RankResult(with_holmes, stock_losses))
+    return results
 
 
 @pytest.mark.parametrize("world", [pytest.param(world, marks=full) for world in (4, 6, 8)])
 def test_megatron(world):
-    """No order of kernels hangs, and losses are stock's; the cases use all of holmes's features."""
-    seeds, used = SEEDS[world], []
-    results = run_in_batches(of_rank, world, seeds)
+    """The recorded operations of each random case cannot hang on NCCL, and holmes does not change the losses.
+
+    At least two of the cases use each of the features: overlapped reductions, process groups for pairs of
+    stages, and early receives of messages between stages ("edges").
+    """
+    seeds = SEEDS[world]
+    results = run_in_batches(train_cases, world, seeds)  # for each rank one RankResult for each seed
+    used = []  # for each case the set of the features that it used
     for number, seed in enumerate(seeds):
-        of_ranks = {rank: result[number] for rank, result in enumerate(results)}
-        logs = {rank: found.log for rank, (found, _) in of_ranks.items()}
-        for bound in (False, True):
-            assert faults(logs, bound, blocking=True) == [], (seed, bound, flags(case(seed, world)))
-        for found, stock in of_ranks.values():
-            assert max(abs(a - b) for a, b in zip(found.losses, stock, strict=True)) < 1e-5, seed
-        used.append(frozenset.union(*(found.used for found, _ in of_ranks.values())))
-    assert all(sum(name in one for one in used) >= 2 for name in ("overlap", "pairs", "edges")), used
+        of_ranks = {rank: rank_results[number] for rank, rank_results in enumerate(results)}
+        logs = {rank: result.holmes.log for rank, result in of_ranks.items()}
+        # faults() lists the ways in which the operations could hang or fail on NCCL.
+        # is_bound: NCCL makes a communicator when its group is made, not at its first operation.
+        for is_bound in (False, True):
+            assert faults(logs, is_bound, blocking=True) == [], (seed, is_bound, flags(case(seed, world)))
+        for result in of_ranks.values():
+            differences = [abs(a - b) for a, b in zip(result.holmes.losses, result.stock_losses, strict=True)]
+            assert max(differences) < 1e-5, seed
+        used.append(frozenset.union(*(result.holmes.used for result in of_ranks.values())))
+    for feature in ("overlap", "pairs", "edges"):
+        assert sum(feature in features for features in used) >= 2, used

@@ -1,8 +1,12 @@
-"""megatron-core on two emulated clusters, stock and with --holmes, under many splits of the model.
+"""Tests megatron-core on two emulated clusters, with and without holmes.
 
-The losses must be stock's, and traffic that need not cross clusters must stay inside. To start the processes
-takes most of the time, so one launch trains several splits. Each test has two cases: some splits, and all
-splits. The second case is exhaustive, and is selected for all tests or for none.
+A split is a way to divide model and batch over four ranks, such as "tensor 2 pipeline 2". For each split:
+
+    losses     equal those without holmes
+    traffic    stays inside a cluster unless it has to leave it
+
+One launch of the processes trains several splits, because the start takes most of the time. Each test runs
+with a few splits ("some splits"). With all splits it runs only in some test runs, because it is slow.
 """
 
 import json
@@ -87,31 +91,41 @@ ALL_SPLITS = pytest.param(True, id="all splits", marks=full(together="all splits
 
 @pytest.fixture(scope="module", params=[pytest.param(False, id="some splits"), ALL_SPLITS])
 def splits(request):
-    """Return the flags of each split that is trained, without those that this megatron-core lacks."""
-    is_exhaustive = request.param
+    """Return the splits to train: name -> flags of the training script.
+
+    A split is a way to divide the model over the ranks. Splits that need a newer megatron-core than the
+    installed one are left out.
+    """
+    is_exhaustive = request.param  # False for "some splits", True for "all splits"
     if ON_GPUS:
+        # NCCL's communicators take much memory, so there are few splits.
         names = OVER_NCCL if is_exhaustive else OVER_NCCL[:2]
         wanted = {name: SPLITS[name] for name in names}
     elif is_exhaustive:
         wanted = SPLITS | HEAVY
     else:
+        # LONGER: names of splits whose parts are also in other splits
         wanted = {name: flags for name, flags in SPLITS.items() if name not in LONGER}
-    lacks = () if INSTALLED >= Version("0.15") else ("--save", "--load")  # a fully reshardable format
-    lacks += () if INSTALLED >= Version("0.14") else ("--context",)  # it pins memory, which takes a GPU
-    # no such key; "Invalid Transformer Engine version" where there is none
-    lacks += () if INSTALLED >= Version("0.13") else ("--layout", "--distributed-optimizer")
-    return {name: text for name, text in wanted.items() if not any(flag in text for flag in lacks)}
+
+    unsupported = []
+    if INSTALLED < Version("0.15"):  # has no checkpoints that other splits can load
+        unsupported += ["--save", "--load"]
+    if INSTALLED < Version("0.14"):  # pins memory for context parallelism, which needs a GPU
+        unsupported += ["--context"]
+    if INSTALLED < Version("0.13"):  # has no layouts, and needs Transformer Engine for this optimizer
+        unsupported += ["--layout", "--distributed-optimizer"]
+    return {name: flags for name, flags in wanted.items() if not any(flag in flags for flag in unsupported)}
 
 
 @pytest.fixture(scope="module")
 def both(two_clusters, splits, tmp_path_factory):
-    """(stock, holmes), each as train() returns it."""
+    """Train all splits without holmes and with holmes, and return the two results of train_megatron()."""
     return tuple(train_megatron(two_clusters, tmp_path_factory.mktemp(name), splits, *flags)
                  for name, flags in (("stock", ()), ("holmes", two_clusters.holmes)))
 
 
 def assert_stocks(stock, holmes, names):
-    """Losses and gradient norms of these splits."""
+    """Assert that losses and gradient norms of the named splits are equal without and with holmes."""
     for name in names:
         for one, other in zip(stock[name]["entries"], holmes[name]["entries"], strict=True):
             assert abs(one["loss"] - other["loss"]) <= 1e-6, (name, one, other)
@@ -159,12 +173,14 @@ def test_messages_that_come_early_hold_nothing_up(two_clusters, both, tmp_path, 
 @full
 @pytest.mark.skipif(INSTALLED < Version("0.14"), reason="its sends are no class's")
 def test_more_micro_batches_in_flight_learn_the_same(two_clusters, both, tmp_path):
-    """With two micro-batches more in flight than 1F1B has, losses and gradient norms are stock's."""
-    wanted = {name: SPLITS[name] for name in ("pipeline 2", "pipeline 4") if name in both[0][0]}
-    done, _, said = train_megatron(two_clusters, tmp_path, wanted, *two_clusters.holmes, "--holmes-inflight",
-                                   "2")
-    assert "megatron-edges" in said or PHYSICAL
-    assert_stocks(both[0][0], done, wanted)
+    """With two micro-batches more in flight than 1F1B has, losses and gradient norms do not change."""
+    stock = both[0][0]  # name of a split -> its results without holmes
+    wanted = {name: SPLITS[name] for name in ("pipeline 2", "pipeline 4") if name in stock}
+    results, _, messages = train_megatron(two_clusters, tmp_path, wanted, *two_clusters.holmes,
+                                          "--holmes-inflight", "2")
+    # Holmes says that it receives messages between stages early, which the flag needs.
+    assert "megatron-edges" in messages or PHYSICAL
+    assert_stocks(stock, results, wanted)
 
 
 def test_every_layer_is_built_once(both):

@@ -1,8 +1,9 @@
-"""The unmodified pretrain_gpt.py of a Megatron-LM checkout on two emulated clusters, stock and with --holmes.
+"""Tests Megatron-LM's own pretrain_gpt.py on two emulated clusters, with and without --holmes.
 
-tests/checkouts.py says where the checkout is. The script runs on the CPU through
-examples/megatron_core/on_cpu/megatron_cpu_shim.py, loaded by sitecustomize, and compiles its data helpers
-with pybind11.
+The script is that of a checkout of the repository, unmodified; tests/checkouts.py finds the checkout.
+Megatron-LM is written for GPUs. Here it trains on CPUs, because a sitecustomize module loads
+examples/megatron_core/on_cpu/megatron_cpu_shim.py into each process. When the script starts, it compiles its
+data helpers, which needs pybind11, make and g++.
 """
 
 import os
@@ -50,25 +51,44 @@ def environment(tmp_path_factory):
 
 
 def variables_in(folder):
-    """The shim in every process; `python3` and `python3-config`, which its Makefile calls, of this Python."""
+    """Return the environment variables with which Megatron-LM's scripts train on CPUs.
+
+    PYTHONPATH loads the shim for CPUs into each process. PATH has `python3` and `python3-config` of this
+    Python, which Megatron-LM's Makefile calls.
+
+    Args:
+        folder: An empty folder for the files that the variables name.
+    """
     from megatron_cpu_shim import write_sitecustomize
 
     site, tools = folder / "site", folder / "bin"
     site.mkdir()
     tools.mkdir()
-    (tools / "python3").symlink_to(sys.executable) if not (Path(sys.executable).parent
-                                                           / "python3").exists() else None
+    python_folder = Path(sys.executable).parent
+    if not (python_folder / "python3").exists():
+        (tools / "python3").symlink_to(sys.executable)
+    # The Makefile needs only the suffix of extension modules from python3-config.
     config = tools / "python3-config"
     config.write_text(f"#!/bin/sh\necho {sysconfig.get_config_var('EXT_SUFFIX')}\n")
     config.chmod(0o755)
-    paths = [write_sitecustomize(site), str(MEGATRON), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": path, "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+    python_path = [write_sitecustomize(site), str(MEGATRON)]
+    if os.environ.get("PYTHONPATH"):
+        python_path.append(os.environ["PYTHONPATH"])
+    return {
+        "PYTHONPATH": os.pathsep.join(python_path),
+        "PATH": os.pathsep.join([str(tools), str(python_folder), os.environ["PATH"]]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
 
 
 def pretrain(two_clusters, environment, *flags):
-    """{iteration: (loss, gradient norm)} and all ranks' output."""
+    """Train with pretrain_gpt.py on all nodes.
+
+    Returns:
+        iteration -> (loss, gradient norm), and the output of all ranks as one text.
+    """
     script = str(MEGATRON / "pretrain_gpt.py")
     result = two_clusters.run(script, *FLAGS, *flags, env=environment,
                               preload=("megatron.training.training",),
@@ -128,15 +148,17 @@ def test_help_shows_the_flags(two_clusters, environment):
 
 
 def test_a_checkpoint_of_another_model_is_one_line(two_clusters, environment, tmp_path):
-    saved = "--save", str(tmp_path / "saved"), "--save-interval", "100", "--exit-interval", "1"
-    pretrain(two_clusters, environment, *holmes(two_clusters), *saved)
-    flags = [*FLAGS, *holmes(two_clusters), "--load", saved[1], "--exit-on-missing-checkpoint",
-             "--ffn-hidden-size", "96"]
+    """A job that loads a checkpoint of a model with other shapes ends with a message without a traceback."""
+    checkpoint = str(tmp_path / "saved")
+    pretrain(two_clusters, environment, *holmes(two_clusters), "--save", checkpoint, "--save-interval", "100",
+             "--exit-interval", "1")
+    flags = [*FLAGS, *holmes(two_clusters), "--load", checkpoint, "--exit-on-missing-checkpoint",
+             "--ffn-hidden-size", "96"]  # the saved model has another size here
     script = str(MEGATRON / "pretrain_gpt.py")
     result = two_clusters.run(script, *flags, env=environment, preload=("megatron.training.training",),
                               timeout=400)
     text = "\n".join(result.outputs.values())
     assert result.returncode == 2, text[-4000:]
-    assert (text.count("holmes: --load: the checkpoint is another model's: ") == 1
-            and "Global shape mismatch" in text)
+    assert text.count("holmes: --load: the checkpoint is another model's: ") == 1
+    assert "Global shape mismatch" in text  # the reason, as megatron-core gives it
     assert "Traceback" not in text

@@ -1,8 +1,12 @@
-"""One rank of a scene of test_gpus.py: python scenes.py SCENE [--holmes ...]. Prints a JSON line:
-{"rank", what the scene found, "groups": [[ranks, network asked for], ...] in the order of their first use}.
+"""Script of one rank of a small NCCL job ("scene") for test_gpus.py.
 
-Several ranks may share one GPU, each with an NCCL_HOSTID of its own: NCCL takes them for hosts and uses its
-network.
+    python scenes.py SCENE [--holmes ...]
+
+Prints a JSON line with the rank, the result of the scene, and "groups": for each process group, in the order
+of first use, its ranks and the network that holmes gave it.
+
+Several ranks may share one GPU. Each has an NCCL_HOSTID of its own, so NCCL takes the ranks for different
+hosts and uses its network between them.
 """
 
 import gc
@@ -88,34 +92,45 @@ def bound_device() -> dict:
 
 
 def pipeline() -> dict:
-    """Batched sends along four stages and back, without a bound device: the first batch makes a
-    communicator."""
+    """Send a tensor along four pipeline stages and back, with batched sends and receives of megatron-core.
+
+    Each stage adds 1 before it sends the tensor on. No device is bound to the process group, so the first
+    batch of a group makes its communicator.
+    """
     rank, world = init()
     group = dist.group.WORLD
 
-    # megatron-core's _batched_p2p_ops
-    def batch(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-        ends = {"prev": prev_pipeline_rank, "next": next_pipeline_rank}
-        ways = {"send": dist.isend, "recv": dist.irecv}
-        ops = [dist.P2POp(ways[name.split("_")[1]], tensor, ends[name.split("_")[2]], group)
-               for name, tensor in tensors.items() if tensor is not None]
+    def batched_p2p_ops(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
+        """Start sends and receives as one batch, as megatron-core's _batched_p2p_ops does.
+
+        The names of the tensors are tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next.
+        """
+        operations = {"send": dist.isend, "recv": dist.irecv}
+        peers = {"prev": prev_pipeline_rank, "next": next_pipeline_rank}
+        ops = []
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                _, operation, side = name.split("_")
+                ops.append(dist.P2POp(operations[operation], tensor, peers[side], group))
         return dist.batch_isend_irecv(ops) if ops else []
 
     def send_and_receive(**given) -> None:
-        tensors = {f"tensor_{way}_{side}": given.get(f"{way}_{side}") for way in ("send", "recv")
-                   for side in ("prev", "next")}
-        ends = {"prev_pipeline_rank": (rank - 1) % world, "next_pipeline_rank": (rank + 1) % world}
-        for request in p2p._batched(batch, None, (), {"group": group, **ends, **tensors}):
+        names = ("send_prev", "send_next", "recv_prev", "recv_next")
+        tensors = {f"tensor_{name}": given.get(name) for name in names}
+        peers = {"prev_pipeline_rank": (rank - 1) % world, "next_pipeline_rank": (rank + 1) % world}
+        # Holmes's wrapper gives each pair of neighbours a process group of its own.
+        for request in p2p._batched(batched_p2p_ops, None, (), {"group": group, **peers, **tensors}):
             request.wait()
         torch.cuda.synchronize()
 
+    is_first, is_last = rank == 0, rank == world - 1
     value = torch.zeros(1 << 16, device=DEVICE)
-    if rank:
+    if not is_first:
         send_and_receive(recv_prev=value)
-    if rank < world - 1:
+    if not is_last:
         send_and_receive(send_next=value + 1)
         send_and_receive(recv_next=value)
-    if rank:
+    if not is_first:
         send_and_receive(send_prev=value + 1)
     pairs = p2p.neighbour_groups_of(group).by_peer
     return {"value": value[-1].item(), "pairs": sorted(pairs)}

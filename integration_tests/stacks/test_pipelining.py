@@ -1,5 +1,7 @@
-"""examples/torch_pipelining over both clusters: stock's losses under every schedule, and what is left on
-Ethernet."""
+"""Tests examples/torch_pipelining, which uses torch.distributed.pipelining, on two emulated clusters.
+
+With holmes, the losses under each schedule must be those without holmes, and little traffic may use Ethernet.
+"""
 
 import pytest
 

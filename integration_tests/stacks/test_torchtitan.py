@@ -1,10 +1,11 @@
-"""torchtitan's own train.py on two emulated clusters, with HSDP and with a pipeline: the losses are stock's.
+"""Tests torchtitan's own train.py with holmes on two emulated clusters, with HSDP and with a pipeline.
 
-torchtitan trains on CPUs here (torchtitan_cpu/sitecustomize.py). `make torchtitan` installs version 0.2.2,
-because 0.3.0 calls torch.distributed.set_timeout, which torch 2.13 does not have. With torch 2.14.1 and 2.15
-the tests also run torchtitan 0.3.0, installed by
+The losses must be those without holmes. torchtitan is written for GPUs; torchtitan_cpu/sitecustomize.py lets
+it train on CPUs here. Versions of torchtitan that the tests run with:
 
-    pip install --no-deps --target build/torchtitan torchtitan==0.3.0 spmd_types torch_checkpointing
+    0.2.2    `make torchtitan` installs it
+    0.3.0    needs torch 2.14.1 or newer (it calls torch.distributed.set_timeout); installed by
+             pip install --no-deps --target build/torchtitan torchtitan==0.3.0 spmd_types torch_checkpointing
 """
 
 import re

@@ -1,6 +1,8 @@
-"""Unmodified scripts of Hugging Face's Trainer and of Lightning, on two emulated clusters.
+"""Tests training scripts that use Hugging Face's Trainer or Lightning, on two emulated clusters.
 
-They are started with the launchers that users of these libraries type: torchrun and accelerate.
+The scripts do not import holmes; flags switch it on. The launchers are those that users of these libraries
+have: torchrun and accelerate. The tests compare losses and traffic between the clusters with those without
+holmes.
 """
 
 import sys
@@ -26,7 +28,11 @@ ACCELERATE = (
 
 
 def train(clusters, directory, script, *flags, name="log", **more):
-    """(losses, what holmes said, MB that the nodes sent on Ethernet)"""
+    """Train with `script` on all nodes.
+
+    Returns:
+        The losses, the messages of holmes, and the MB that all nodes sent over Ethernet.
+    """
     log, before = directory / f"{name}.jsonl", clusters.lab.counters()
     result = clusters.run(script, *MODEL, "--log-file", str(log), *flags, preload=PRELOAD, **more)
     assert result.returncode == 0, result.outputs
@@ -39,20 +45,28 @@ def train(clusters, directory, script, *flags, name="log", **more):
     pytest.param(LIGHTNING, id="Lightning", marks=[pytest.mark.row("Lightning"), full]),
 ])
 def test_losses_are_stock_s_and_only_sums_cross(two_clusters, tmp_path, script):
+    """Holmes does not change the losses, and only sums of gradients cross between the two clusters.
+
+    The traffic of a step is the difference between a job of 12 steps and one of 4, divided by 8 steps. So the
+    traffic of the start does not count.
+    """
     if script == LIGHTNING:
         pytest.importorskip("lightning")
-    crossed = {}
-    for way, flags in (("stock", ()), ("holmes", two_clusters.holmes)):
+    losses_of, step_mb = {}, {}  # by "stock" (without holmes) and "holmes"; MB over Ethernet in each step
+    for name, flags in (("stock", ()), ("holmes", two_clusters.holmes)):
+        # Without holmes, gloo uses the only network that all nodes share.
         env = {} if flags else {"GLOO_SOCKET_IFNAME": "eth0"}
-        short, *_, few = train(two_clusters, tmp_path, script, "--steps", "4", *flags, name=f"{way}-4",
-                               env=env)
-        long, told, many = train(two_clusters, tmp_path, script, "--steps", "12", *flags, name=f"{way}-12",
-                                 env=env)
-        crossed[way] = long, (many - few) / 8
-    assert len(long) == 12 and same(crossed["stock"][0], long)
-    assert crossed["holmes"][1] < 2 * GRADIENT_MB * 1.1 + 0.1, ("one gradient from each cluster, and small "
-                                                                "things")
-    assert crossed["stock"][1] > 5 * GRADIENT_MB, "a flat ring sends 2 (n-1)/n from every node"
+        _, _, mb_of_4_steps = train(two_clusters, tmp_path, script, "--steps", "4", *flags,
+                                    name=f"{name}-4", env=env)
+        losses_of[name], _, mb_of_12_steps = train(two_clusters, tmp_path, script, "--steps", "12", *flags,
+                                                   name=f"{name}-12", env=env)
+        step_mb[name] = (mb_of_12_steps - mb_of_4_steps) / 8
+    assert len(losses_of["holmes"]) == 12
+    assert same(losses_of["stock"], losses_of["holmes"])
+    # Each of the two clusters sends one gradient, and a few small messages.
+    assert step_mb["holmes"] < 2 * GRADIENT_MB * 1.1 + 0.1
+    # In a ring of all four nodes, each node sends 2 * 3/4 gradients: 6 gradients together.
+    assert step_mb["stock"] > 5 * GRADIENT_MB
 
 
 LAUNCHERS = {
@@ -70,24 +84,27 @@ num_processes: 4
 """
 
 
-@full  # rows/test_rows.py starts Accelerate's launcher in each landing
+@full  # rows/test_rows.py tests Accelerate's launcher before each merge
 @pytest.mark.row("Accelerate")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers_checkpoints_and_resume(two_clusters, tmp_path, launcher):
-    """A job resumed from the checkpoint of step 2 has the losses of steps 3 and 4 again (all with holmes)."""
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    found = []
-    for name, more in (("whole", ["--save-steps", "2"]), ("resumed", ["--resume"])):
+    """A job with holmes that resumes from its checkpoint of step 2 repeats the losses of steps 3 and 4."""
+    config = tmp_path / "config.yaml"  # for accelerate launch --config_file
+    config.write_text(CONFIG)
+    output = tmp_path / "out"  # the checkpoints
+
+    def train_with_launcher(name, *flags):
         log = tmp_path / f"{name}.jsonl"
-        output = tmp_path / "out"
-        words = [TRAINER, *MODEL, "--steps", "4", "--output", str(output), "--log-file", str(log), *more,
-                 *two_clusters.holmes]
-        if name == "resumed":
-            (last,) = output.glob("checkpoint-4")
-            last.rename(tmp_path / "checkpoint-4")  # so that the newest one is of step 2
-        result = two_clusters.run("sh", "-c", f"exec {LAUNCHERS[launcher]} {' '.join(words)}",
-                                  env={"CONFIG": str(tmp_path / "config.yaml")}, timeout=240)
+        script = [TRAINER, *MODEL, "--steps", "4", "--output", str(output), "--log-file", str(log), *flags,
+                  *two_clusters.holmes]
+        command = f"exec {LAUNCHERS[launcher]} {' '.join(script)}"
+        result = two_clusters.run("sh", "-c", command, env={"CONFIG": str(config)}, timeout=240)
         assert result.returncode == 0, result.outputs
-        assert any("ranks renumbered" in line for line in said(result)), said(result)
-        found.append(losses(log))
-    assert len(found[0]) == 4 and same(found[0][2:], found[1])
+        assert any("ranks renumbered" in line for line in said(result)), said(result)  # holmes is on
+        return losses(log)
+
+    whole = train_with_launcher("whole", "--save-steps", "2")  # checkpoints after steps 2 and 4
+    (last_checkpoint,) = output.glob("checkpoint-4")
+    last_checkpoint.rename(tmp_path / "checkpoint-4")  # now the newest checkpoint is that of step 2
+    resumed = train_with_launcher("resumed", "--resume")
+    assert len(whole) == 4 and same(whole[2:], resumed)

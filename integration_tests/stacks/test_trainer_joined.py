@@ -1,4 +1,7 @@
-"""transformers' Trainer as joined jobs, unmodified."""
+"""Tests joined jobs whose script uses transformers' Trainer and does not import holmes.
+
+Joined jobs are separate training jobs that regularly average their weights (DiLoCo).
+"""
 
 import pytest
 

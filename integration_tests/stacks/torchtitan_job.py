@@ -1,5 +1,7 @@
-"""A job of torchtitan: its configuration, a byte-level tokenizer, a text, and ways to spread it over
-ranks."""
+"""Files and flags of a small torchtitan job for tests: configuration, byte-level tokenizer and training text.
+
+WAYS has the flags for different ways to divide the job over ranks, such as HSDP.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""On PYTHONPATH: torchtitan 0.2.2 and 0.3.0, written for accelerators, train on CPUs; nothing here knows of
-holmes.
+"""Lets torchtitan 0.2.2 and 0.3.0, which need GPUs, train on CPUs. It has nothing to do with holmes.
 
-    torchtitan/models/moe/kernels.py       imports triton, which torch's CPU build does not bring: no expert
-                                           runs here
-    torch.cpu                              lacks what a device module of an accelerator tells of names, memory
-    FlexAttention (0.3)                    has no backward pass on CPUs: the dense attention of the same mask
-    FSDPModule.set_gradient_divide_factor  makes sums PREMUL_SUM, which gloo does not know: divided before and
-                                           after
+Python imports this module at its start if the folder is on PYTHONPATH. What it changes:
+
+    torchtitan/models/moe/kernels.py       imports triton, which torch's CPU build does not have. The jobs
+                                           have no experts, so an empty module is enough.
+    torch.cpu                              gets the functions for names and memory of devices.
+    FlexAttention (0.3.0)                  has no backward pass on CPUs. It is replaced by dense attention
+                                           with the same mask.
+    FSDPModule.set_gradient_divide_factor  makes FSDP reduce with PREMUL_SUM, which gloo does not support.
+                                           FSDP divides before and after a plain sum instead.
 """
 
 import collections
@@ -57,13 +59,14 @@ def _attention(module):
 
 
 def _fsdp(module):
-    own = module.FSDPModule.set_gradient_divide_factor
+    """Let FSDP reduce gradients with SUM: gloo has no PREMUL_SUM, which a divide factor would need."""
+    original = module.FSDPModule.set_gradient_divide_factor
 
-    def divided(self, *args, **kwargs):
-        own(self, *args, **kwargs)
+    def set_gradient_divide_factor(self, *args, **kwargs):
+        original(self, *args, **kwargs)
         self.set_force_sum_reduction_for_comms(True)
 
-    module.FSDPModule.set_gradient_divide_factor = divided
+    module.FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor
 
 
 sys.meta_path.insert(0, _Kernels())

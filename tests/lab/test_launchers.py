@@ -1,5 +1,8 @@
-"""Command lines and files of the lab's launchers; what they do when they run:
-integration_tests/launchers/."""
+"""Tests the command lines and configuration files for `holmes lab run --launcher NAME`.
+
+The lab emulates a cluster on this machine and can start a job there with torchrun, srun, mpirun or deepspeed.
+These tests start no launcher; those in integration_tests/launchers/ do.
+"""
 
 import os
 import shlex
@@ -101,25 +104,27 @@ def test_a_missing_program_is_named_with_its_package(monkeypatch):
 
 @pytest.mark.parametrize("launcher, package", [("mpirun", "openmpi-bin"), ("srun", "slurm-wlm")])
 def test_a_missing_launcher_is_named_with_its_package(launcher, package, monkeypatch):
-    """The lab looks for its launcher on PATH before any daemon starts, and names the package to install.
+    """If srun or mpirun is not on PATH, the error names the package to install, before any daemon starts.
 
-    A command that names its launcher by path, such as /opt/bin/srun, needs none on PATH.
+    If the job's command names the launcher by its path, such as /opt/bin/srun, PATH does not matter.
     """
 
     def fail_at_daemons(*_):
         raise HolmesError("the daemons start")
 
-    def start(command):
+    def start_job(command):
         lab = SimpleNamespace(nodes=lay_out(SPEC, 1.0), spec=SPEC)
         started(lab, launcher, command, order=None, processes=1, env={}, accelerator=None)
 
+    # No program is on PATH.
     monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda *_, **__: None)
+    # Daemons starts those of the launcher: slurmctld, sshd, ...
     monkeypatch.setattr("holmes_ext.lab.launchers.command.Daemons", fail_at_daemons)
     message = f"need `{launcher}`, which is missing; apt-get install {package}"
     with pytest.raises(HolmesError, match=message):
-        start(JOB)
+        start_job(["python", "train.py"])
     with pytest.raises(HolmesError, match="the daemons start"):
-        start([f"/opt/bin/{launcher}", "true"])
+        start_job([f"/opt/bin/{launcher}", "true"])
 
 
 def test_daemons_need_root(monkeypatch):

@@ -259,16 +259,21 @@ def test_tune_says_what_is_wrong(tmp_path, capsys, monkeypatch):
 
 
 def test_the_interleaved_schedule_is_refused(monkeypatch):
-    """With --holmes-profile, training with several model chunks a stage is an error; evaluation is not."""
+    """The interleaved schedule, with several model chunks for each stage, is an error with --holmes-profile.
+
+    The flag measures the time of each layer in training. In evaluation (forward_only) it does nothing.
+    """
     from holmes_ext.patches.megatron import profile as megatron_profile
     from holmes_ext.runtime import session
 
+    # As in a job with --holmes-profile.
     monkeypatch.setattr(session, "_active", SimpleNamespace(options=Options(profile="2")))
 
+    # Stands for megatron-core's schedule, which holmes wraps with megatron_profile._schedule.
     def schedule(*, model, num_microbatches, seq_length, micro_batch_size, forward_only=False):
         return "ran"
 
-    two_chunks = [1, 2]
+    two_chunks = ["chunk 0", "chunk 1"]
     arguments = {"model": two_chunks, "num_microbatches": 4, "seq_length": 8, "micro_batch_size": 1}
     with pytest.raises(HolmesError, match="--holmes-profile: the interleaved schedule is not measured"):
         megatron_profile._schedule(schedule, None, (), arguments)

@@ -1,5 +1,7 @@
-"""A running job's groups get what plan.json says: torch's fake process group under the patches, for random
-sites."""
+"""Tests that each process group of a job uses the network that holmes's plan gives it, for random clusters.
+
+The jobs run without communication, with torch's fake process group.
+"""
 
 import json
 import random
@@ -80,18 +82,24 @@ def test_every_group_is_made_on_the_network_that_the_plan_has_for_it():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed, monkeypatch):
-    """On every rank, as torch would see it at the moment the group is made."""
+    """When torch makes a group, gloo gets the interface and NCCL the network that the plan has for the group.
+
+    The test wraps a fake of torch's function that makes groups, as holmes wraps the real one. For each group
+    and some of its ranks, it checks what the fake gets from holmes.
+    """
     rng = random.Random(seed)
-    site = random_sites.site(rng)
-    made = build_plan(site, random_sites.sizes(rng, site.world_size))
-    plan = parse_plan(made.to_json(), made.source)
+    site = random_sites.site(rng)  # random nodes and networks
+    built_plan = build_plan(site, random_sites.sizes(rng, site.world_size))
+    plan = parse_plan(built_plan.to_json(), built_plan.source)
+    # Holmes passes the name of NCCL's network in options of the NCCL backend. Here it passes the bare name.
     monkeypatch.setattr(
         torch_groups, "_nccl_options", lambda current, ranks, *_: current.transport(ranks, "nccl").net_name)
+    # Would communicate with other ranks.
     monkeypatch.setattr(torch_groups, "agree_on_patches", lambda *_, **__: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    seen = []
+    seen = []  # gloo's interface and NCCL's network at each call of the fake
 
-    def torchs_own(
+    def fake_new_process_group(
         group_size, group_rank, global_ranks_in_group, backend, store, group_name,
         backend_options=None, timeout=None,
     ):  # fmt: skip
@@ -100,13 +108,21 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
         seen.append((os.environ.get("GLOO_SOCKET_IFNAME"), backend_options))
 
     for kind, ranks in plan.groups():
+        names = {plan.node_of(rank) for rank in ranks}
+        # The networks that the backends can use among these nodes, computed without the plan.
+        gloo_network = random_sites.network(site, names, "gloo")
+        nccl_network = random_sites.network(site, names, "nccl")
         for rank in rng.sample(ranks, min(3, len(ranks))):
+            # Makes this process the rank of a holmes job.
             process = Process(rank, plan.world_size, 0, 1, "", 0, "test")
             monkeypatch.setattr(session, "_active", session.Session(Options(), process, site, plan, rank))
             arguments = len(ranks), 0, list(ranks), "cpu:gloo,cuda:nccl", None, kind, None
-            torch_groups._give_group_its_nic(torchs_own, None, arguments, {})
-            (interface, net_name), node = seen.pop(), site.node_by_name[plan.node_of(rank)]
-            names = {plan.node_of(other) for other in ranks}
-            sockets, verbs = (random_sites.network(site, names, backend) for backend in ("gloo", "nccl"))
-            assert interface == ("lo" if sockets == "local" else node.port(sockets).interface)
-            assert net_name == {"local": "", "ethernet": "Socket"}.get(verbs, "IB")
+            torch_groups._give_group_its_nic(fake_new_process_group, None, arguments, {})
+            interface, net_name = seen.pop()
+            if gloo_network == "local":  # all ranks are on one node
+                assert interface == "lo"
+            else:
+                node = site.node_by_name[plan.node_of(rank)]
+                assert interface == node.port(gloo_network).interface
+            # "Socket" and "IB" are NCCL's names for TCP and RDMA (InfiniBand, RoCE).
+            assert net_name == {"local": "", "ethernet": "Socket"}.get(nccl_network, "IB")

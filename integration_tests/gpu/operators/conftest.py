@@ -1,8 +1,10 @@
-"""These tests run on an emulated GPU: pytest starts itself again with its libraries.
+"""Makes pytest run this folder's tests on an emulated GPU.
 
-    python -m pytest integration_tests/gpu/operators     with the CUDA build of torch (make gpu)
+    python -m pytest integration_tests/gpu/operators     needs the CUDA build of torch (make gpu)
 
-Alone, because a process gets its libraries when it starts.
+The emulated GPU is a set of libraries in the place of CUDA's. A process must load them when it starts.
+Therefore pytest replaces itself by a new pytest process with these libraries in LD_PRELOAD. It does so only
+if the command line names no tests outside this folder. All other runs of pytest ignore this folder.
 """
 
 import os

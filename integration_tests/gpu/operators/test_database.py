@@ -1,7 +1,8 @@
-"""Hundreds of operators of torch's own database: the same bits on the CPU and on an emulated GPU, and the
-same strides.
+"""Tests that operators give bitwise equal results, with equal strides, on an emulated GPU and on the CPU.
 
-Exhaustive: all samples and types; else 2 samples of the first type and of one other.
+The operators and their sample inputs are those of torch's own tests (OpInfo). The short version of each test
+takes two samples of the operator's first and last data type. The exhaustive version takes all samples of all
+data types.
 """
 
 import pytest

@@ -1,4 +1,7 @@
-"""What a user can get wrong with `holmes lab run --gpu`: one line that says what to do, status 2."""
+"""Tests wrong uses of `holmes lab run --gpu`, which runs a training job on emulated GPUs.
+
+For each mistake the command prints one line that says what to do, and exits with status 2.
+"""
 
 import json
 import os
@@ -23,7 +26,10 @@ TORCH = "__version__ = '{}'\ncuda: str | None = {!r}\ngit_version = 'abc'\n"
 
 @pytest.fixture
 def refused(capsys):
-    """Runs holmes with these words, which must end with status 2 and one line; the line."""
+    """Return a function that runs holmes with wrong arguments and returns its one line of error output.
+
+    The function asserts that holmes exits with status 2.
+    """
 
     def run(*words: str) -> str:
         assert main(list(words)) == 2
@@ -88,31 +94,40 @@ def nccl_checkout(folder, version="2.29.7"):
 
 @pytest.fixture
 def without_source(monkeypatch, tmp_path):
-    """Take NCCL's source away: no environment variable names it, and the user's cache is empty."""
+    """Let holmes find no NCCL source code, from which it builds NCCL for emulated GPUs.
+
+    The environment variable that names the source's folder is unset, and the user's cache folder is empty.
+    """
     monkeypatch.delenv(nccl_source.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
 
 
 def test_no_nccl_source(without_source, tmp_path):
-    """The error gives the command that clones NCCL to where holmes looks for it."""
+    """Without NCCL's source code, the error gives the git command that clones it into the user's cache."""
     command = f"git clone -b v2.29.7-1 {nccl_source.REPOSITORY} {tmp_path}/user/holmes_ext/nccl, or name"
     with pytest.raises(HolmesError, match=command):
         nccl_source.find_nccl(None, tmp_path)
 
 
 def test_the_first_nccl_source_that_is_given_is_used(without_source, monkeypatch, tmp_path):
-    """The option wins over the environment variable, and the variable over the user's cache."""
-    nccl_checkout(tmp_path / "user" / "holmes_ext" / "nccl", "2.27.7")
-    variable = nccl_checkout(tmp_path / "variable", "2.28.9")
-    option = nccl_checkout(tmp_path / "option", "2.29.7")
+    """NCCL's source is taken from the option, else the environment variable, else the user's cache.
+
+    Each of these folders has another version of NCCL.
+    """
+    nccl_checkout(tmp_path / "user" / "holmes_ext" / "nccl", version="2.27.7")  # the user's cache
+    from_variable = nccl_checkout(tmp_path / "variable", version="2.28.9")
+    from_option = nccl_checkout(tmp_path / "option", version="2.29.7")
     assert nccl_source.find_nccl(None, tmp_path).name == "2.27.7"
-    monkeypatch.setenv(nccl_source.VARIABLE, str(variable))
+    monkeypatch.setenv(nccl_source.VARIABLE, str(from_variable))
     assert nccl_source.find_nccl(None, tmp_path).name == "2.28.9"
-    assert nccl_source.find_nccl(str(option), tmp_path).name == "2.29.7"
+    assert nccl_source.find_nccl(str(from_option), tmp_path).name == "2.29.7"
 
 
 def test_a_variable_that_names_no_folder_is_an_error(without_source, monkeypatch, tmp_path):
-    """If the environment variable names a missing folder, the user's cache is not used instead."""
+    """If the environment variable for NCCL's source names a missing folder, holmes ends with an error.
+
+    It does not use the source in the user's cache instead.
+    """
     nccl_checkout(tmp_path / "user" / "holmes_ext" / "nccl")
     monkeypatch.setenv(nccl_source.VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(HolmesError, match="nowhere: there is no such NCCL source"):
@@ -133,14 +148,14 @@ def test_a_source_that_will_not_do(without_source, tmp_path, make, said):
 
 
 def test_an_archive_is_unpacked_once(without_source, tmp_path):
-    """The second search finds the folder that the first one unpacked, with a file added since."""
+    """If NCCL's source is a .tar.gz file, the first call unpacks it and later calls use the same folder."""
     archive = tmp_path / "nccl.tar.gz"
     with tarfile.open(archive, "w:gz") as file:
         file.add(nccl_checkout(tmp_path / "nccl-2.29.7-1"), "nccl-2.29.7-1")
     first = nccl_source.find_nccl(str(archive), tmp_path / "cache")
     assert first.name == "2.29.7" and first.code == "22907"
     added_file = first.folder / "src" / "kept.cc"
-    added_file.write_text("")
+    added_file.write_text("")  # would be gone if the archive were unpacked again
     second = nccl_source.find_nccl(str(archive), tmp_path / "cache")
     assert second.folder == first.folder
     assert added_file.exists()

@@ -1,4 +1,9 @@
-"""Checks that training steps are counted correctly when torch's optimizers step as in each framework."""
+"""Tests that holmes counts training steps right if a training step has several optimizer.step() calls.
+
+DeepSpeed's ZeRO calls step() once for each parameter group of one optimizer. megatron-core and torchtitan
+have an optimizer for each part of the model. Holmes counts with a hook that torch calls after each
+optimizer.step().
+"""
 
 import pytest
 
@@ -11,7 +16,7 @@ hooks = pytest.importorskip("torch.optim.optimizer")
 
 
 def optimizer_of(groups=1):
-    """Return an optimizer whose parameter groups contain one parameter each."""
+    """Return an SGD optimizer with `groups` parameter groups of one parameter each, with gradients."""
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(groups)]
     for parameter in parameters:
         parameter.grad = torch.ones(2)
@@ -19,24 +24,30 @@ def optimizer_of(groups=1):
 
 
 def step_group_by_group(optimizer):
-    """Step the optimizer once for each group, as DeepSpeedZeroOptimizer._optimizer_step does."""
-    groups = optimizer.param_groups
-    for group in groups:
+    """Call optimizer.step() once for each parameter group, with only that group in the optimizer.
+
+    DeepSpeed's ZeRO optimizer does so in DeepSpeedZeroOptimizer._optimizer_step.
+    """
+    all_groups = optimizer.param_groups
+    for group in all_groups:
         optimizer.param_groups = [group]
         optimizer.step()
-    optimizer.param_groups = groups
+    optimizer.param_groups = all_groups
 
 
 @pytest.fixture
 def counted():
-    """List of whether StepCounter counts each optimizer step of the test as a training step."""
+    """Yield a list that gets True or False at each optimizer.step() of the test.
+
+    It gets True if StepCounter counts the call as a training step.
+    """
     counter = StepCounter()
     results = []
 
-    def after_step(optimizer, *_):
+    def after_optimizer_step(optimizer, *_):
         results.append(counter.ends_step(optimizer))
 
-    hook = hooks.register_optimizer_step_post_hook(after_step)
+    hook = hooks.register_optimizer_step_post_hook(after_optimizer_step)  # for all optimizers
     yield results
     hook.remove()
 
@@ -75,22 +86,26 @@ def test_loaded_state_and_a_model_that_is_gone_change_nothing(counted):
 
 
 def test_the_plan_is_compared_after_whole_steps(monkeypatch):
-    """The comparison counts a training step as one, although its optimizer steps for each of two groups."""
-    training_steps = []
+    """A training step with two optimizer.step() calls is one step for the comparison of a job with its plan.
+
+    After COMPARED_STEP training steps, holmes compares what the job did with its plan.
+    """
+    calls = []  # one entry for each call of Comparison.step_done
 
     class FakeComparison:
         def __init__(self, current, put):
             pass
 
         def step_done(self):
-            training_steps.append("step")
+            calls.append("step_done")
 
     monkeypatch.setattr(start_stop, "Comparison", FakeComparison)
     optimizer = optimizer_of(groups=2)
+    # Makes a Comparison, and calls its step_done after each training step, by a hook on optimizers.
     start_stop.compare_with_plan(None)
     try:
         for _ in range(COMPARED_STEP):
-            step_group_by_group(optimizer)
+            step_group_by_group(optimizer)  # one training step, two calls of optimizer.step()
     finally:
         start_stop.unhook_optimizers()
-    assert len(training_steps) == COMPARED_STEP
+    assert len(calls) == COMPARED_STEP

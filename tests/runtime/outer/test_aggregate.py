@@ -1,4 +1,8 @@
-"""Aggregates: against their definitions on whole vectors, and the same whatever the shards."""
+"""Tests the robust aggregates, such as the median, with which joined jobs combine their weight updates.
+
+Each aggregate is compared with its definition, computed on whole vectors. It must not depend on how the
+vectors are sharded over ranks.
+"""
 
 import importlib.util
 import sys
@@ -115,32 +119,33 @@ def test_one_wild_job_of_five_moves_a_robust_aggregate_little(name):
 
 
 def test_byzfl_gives_the_same(monkeypatch):
-    """Our robust aggregates are those of byzfl (requirements/no-deps.txt).
+    """Our robust aggregates give the same results as those of the package byzfl.
 
-    byzfl's own __init__ imports torchvision, which its aggregators do not need, so only these are imported.
+    byzfl's __init__.py imports torchvision, which may be missing. The module of aggregators does not need
+    torchvision, so the test imports this module without executing __init__.py.
     """
-    found = importlib.util.find_spec("byzfl")
-    if found is None:
+    spec = importlib.util.find_spec("byzfl")
+    if spec is None:
         pytest.skip("byzfl is not installed")
+    # Empty packages with the paths of the real ones.
     for name, folder in (("byzfl", ""), ("byzfl.aggregators", "/aggregators")):
         package = types.ModuleType(name)
-        package.__path__ = [found.submodule_search_locations[0] + folder]
+        package.__path__ = [spec.submodule_search_locations[0] + folder]
         monkeypatch.setitem(sys.modules, name, package)
     aggregators = importlib.import_module("byzfl.aggregators.aggregators")
-    made = vectors(5, outlier=10.0)
-    torch.testing.assert_close(aggregate("median", made), aggregators.Median()(made))
-    torch.testing.assert_close(aggregate("trimmed", made), aggregators.TrMean(f=1)(made))
-    c = geometric_median(products(made), torch.full((5,), 0.2, dtype=torch.float64))
-    torch.testing.assert_close(
-        torch.stack(made).T.double() @ c,
-        aggregators.GeometricMedian(T=100)(made).double(),
-        rtol=1e-3,
-        atol=1e-3,
-    )
-    c = centered_clipping(products(made), torch.full((5,), 0.2, dtype=torch.float64), radius=50.0, steps=2)
-    torch.testing.assert_close(
-        torch.stack(made).T.double() @ c,
-        aggregators.CenteredClipping(L=2, tau=50.0)(made).double(),
-        rtol=1e-4,
-        atol=1e-5,
-    )
+
+    five = vectors(5, outlier=10.0)  # the last one is far from the others
+    torch.testing.assert_close(aggregate("median", five), aggregators.Median()(five))
+    torch.testing.assert_close(aggregate("trimmed", five), aggregators.TrMean(f=1)(five))
+
+    # The other aggregates are weighted sums of the vectors. Ours return the weights, computed from the
+    # vectors' inner products.
+    matrix = torch.stack(five).T.double()
+    equal_weights = torch.full((5,), 0.2, dtype=torch.float64)  # the start of the iteration
+    weights = geometric_median(products(five), equal_weights)
+    expected = aggregators.GeometricMedian(T=100)(five).double()
+    torch.testing.assert_close(matrix @ weights, expected, rtol=1e-3, atol=1e-3)
+
+    weights = centered_clipping(products(five), equal_weights, radius=50.0, steps=2)
+    expected = aggregators.CenteredClipping(L=2, tau=50.0)(five).double()
+    torch.testing.assert_close(matrix @ weights, expected, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,14 @@
-"""Bad input to every port and file of joined jobs, while two of them train: no job ends, nothing is printed
-as a traceback, threads and memory stay bounded. A sample is a quarter of the 10,000."""
+"""Sends bad input to the ports of two joined jobs while they train, and loads damaged checkpoints.
+
+Joined jobs are separate training jobs that regularly average their weights (DiLoCo) over TCP connections.
+They and their coordinator must withstand random bytes, wrong messages with a valid token, and damaged files:
+
+    the jobs go on training
+    no thread ends with an exception, and no traceback is printed
+    the numbers of threads and the memory stay bounded
+
+The exhaustive tests use about 10,000 inputs, the others a quarter of them.
+"""
 
 import collections
 import contextlib
@@ -35,13 +44,13 @@ CREDENTIALS = Credentials(TOKEN)
 
 
 @pytest.fixture
-def share(exhaustive):
-    """By what the numbers of inputs are divided."""
+def input_divisor(exhaustive):
+    """Return 4, by which a test divides its number of inputs to be short, or 1 in an exhaustive test."""
     return 1 if exhaustive else 4
 
 
 class Training:
-    """Two jobs that train until they are told to end."""
+    """Two joined jobs, east and west, that train in threads of this process while the context is open."""
 
     def __init__(self, port):
         settings = parse_outer("every=2,fragments=2,delay=0,compress=off,min=2,timeout=30")
@@ -77,8 +86,8 @@ class Training:
         self.until.set()
         self.thread.join(120)
 
-    def goes_on(self):
-        """Both make rounds together still."""
+    def assert_goes_on(self):
+        """Assert that the two jobs still average their weights: within 60 s they finish four rounds."""
         before = self.loops["east"].number
         end = time.monotonic() + 60
         while self.loops["east"].number < before + 4 and time.monotonic() < end:
@@ -89,7 +98,7 @@ class Training:
 
 @pytest.fixture
 def quiet(monkeypatch, capfd):
-    """Fails where a thread ended with an exception, or a traceback was printed."""
+    """Let the test fail if a thread ends with an exception or a traceback is printed."""
     raised = []
     monkeypatch.setattr(threading, "excepthook", lambda told: raised.append(told.exc_value))
     yield
@@ -97,17 +106,21 @@ def quiet(monkeypatch, capfd):
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def bounded(before):
-    """Threads come back to what they were, memory does not grow."""
+def assert_bounded(before):
+    """Assert that there are not many more threads and not much more memory than `before`.
+
+    Args:
+        before: The result of an earlier call of threads_and_memory().
+    """
     end = time.monotonic() + 30
     while threading.active_count() > before[0] + 8 and time.monotonic() < end:
         time.sleep(0.1)
-    assert threading.active_count() <= before[0] + 8, where()
+    assert threading.active_count() <= before[0] + 8, count_threads_by_line()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before[1] + 400_000  # kB
 
 
-def where():
-    """How many threads are at which line, the innermost of holmes."""
+def count_threads_by_line():
+    """Return how many threads execute each line of holmes (the innermost one of a thread's stack)."""
     frames = sys._current_frames()
     found = collections.Counter()
     for thread in threading.enumerate():
@@ -118,35 +131,41 @@ def where():
     return found.most_common()
 
 
-def now():
+def threads_and_memory():
+    """Return the number of threads and the largest resident memory of this process so far, in kB."""
     return threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def garbage(rng):
-    """What a stranger may send first."""
+    """Return random bytes, or a damaged beginning of the handshake, as a stranger may send them."""
     hello = documents.pack({"holmes": 2, "challenge": "00" * 16})
-    frame = len(hello).to_bytes(4, "big") + bytes(8) + hello
+    frame = len(hello).to_bytes(4, "big") + bytes(8) + hello  # length, sequence number, content
     kind = rng.randrange(8)
     if kind == 0:
         return rng.randbytes(rng.choice([0, 1, 3, 12, 100, 5000]))
     if kind == 1:
         return b"GET /" + rng.randbytes(20) + b" HTTP/1.1\r\n\r\n"
-    if kind == 2:
+    if kind == 2:  # a TLS handshake
         return b"\x16\x03\x01" + rng.randbytes(rng.randrange(600))
-    if kind == 3:
+    if kind == 3:  # a part of the frame
         return frame[: rng.randrange(len(frame))]
-    if kind == 4:
+    if kind == 4:  # the frame with a flipped bit
         at = rng.randrange(len(frame))
         return frame[:at] + bytes([frame[at] ^ 1 << rng.randrange(8)]) + frame[at + 1 :]
-    if kind == 5:
+    if kind == 5:  # a wrong length
         return rng.choice([2**32 - 1, 8193, 0]).to_bytes(4, "big") + rng.randbytes(8)
+    # The right first frame, and a second one with a wrong proof of the token.
     proof = documents.pack({"purpose": rng.choice(['{"purpose":"job"}', "[]", "{", "\x00"]),
                             "proof": "f" * 64})
     second = len(proof).to_bytes(4, "big") + (1).to_bytes(8, "big") + proof
     return frame + second if kind == 6 else frame + frame
 
 
-def throw(port, data, rng):
+def send_bytes(port, data, rng):
+    """Open a connection to the port of this host, send the bytes, and close the connection.
+
+    Sometimes the connection is half closed first, or an answer is awaited.
+    """
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as raw:
         raw.sendall(data)
         if rng.random() < 0.3:
@@ -168,19 +187,22 @@ def deep(rng):
 
 
 def mutated(document, rng):
-    """With some of its values replaced, removed or added."""
-    made = copy.deepcopy(document)
+    """Return a copy of the nested dict with one to three random values replaced, removed or added."""
+    changed = copy.deepcopy(document)
     for _ in range(rng.randint(1, 3)):
-        table = made
-        while (inner := [one for one in table.values() if isinstance(one, dict)
-                         and one]) and rng.random() < 0.4:
+        # Choose the outer dict or, by chance, one inside of it.
+        table = changed
+        while (inner := [value for value in table.values() if isinstance(value, dict)
+                         and value]) and rng.random() < 0.4:
             table = rng.choice(inner)
         key = rng.choice([*table, "more"])
         if rng.random() < 0.2:
             table.pop(key, None)
+        elif rng.random() < 0.1:
+            table[key] = deep(rng)  # deeply nested lists and dicts
         else:
-            table[key] = deep(rng) if rng.random() < 0.1 else rng.choice(ODD)
-    return made
+            table[key] = rng.choice(ODD)  # values of unexpected types and sizes
+    return changed
 
 
 CLAIMS = {"versions": [0, 0], "checksums": ["", "f" * 16]}
@@ -201,26 +223,29 @@ HEARTBEAT = {"round": 1, "step": 2, "steps_per_second": 1.0, "bits_per_second": 
 
 
 def lie_to_coordinator(port, rng):
-    """As somebody who has the token."""
-    what = rng.choice(["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"])
-    purpose = {"purpose": what, "job": rng.choice(["east", "zero", "one"]), "secret": "s",
+    """Send a random, mostly wrong message to the coordinator, as someone who has the token of the jobs."""
+    kind = rng.choice(["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"])
+    purpose = {"purpose": kind, "job": rng.choice(["east", "zero", "one"]), "secret": "s",
                "incarnation": incarnation_of("s"), "port": rng.choice([0, 1, 70000, "x"]), "rank": 0,
                "to_job": "east", "to": "1", "to_rank": 0, "call": "c", "address": ""}  # fmt: skip
     if rng.random() < 0.3:
         purpose = mutated(purpose, rng)
     deadline = Deadline(3, "a lie")
     with contextlib.suppress(OSError, HolmesError, ValueError):
+        # call() makes the handshake, in which it proves that it has the token.
         channel = call("127.0.0.1", port, CREDENTIALS, purpose, deadline)
         try:
             for _ in range(rng.randint(1, 3)):
-                good = HEARTBEAT if what == "heartbeat" else rng.choice(QUESTIONS)
-                send_any(channel, mutated(good, rng) if rng.random() < 0.9 else good, rng, deadline)
+                message = HEARTBEAT if kind == "heartbeat" else rng.choice(QUESTIONS)
+                if rng.random() < 0.9:
+                    message = mutated(message, rng)
+                send_any(channel, message, rng, deadline)
         finally:
             channel.close()
 
 
 def send_any(channel, document, rng, deadline):
-    """A document as only another implementation would send it: NaN, surrogates, too deep; or bytes."""
+    """Send a document as JSON; sometimes send invalid JSON or random bytes instead."""
     kind = rng.random()
     if kind < 0.8:
         text = json.dumps(document).encode()
@@ -229,12 +254,13 @@ def send_any(channel, document, rng, deadline):
         text = rng.choice(odd)
     else:
         text = rng.randbytes(30)
+    # Write the bytes as one frame, with a valid authentication tag.
     header = channel._sent.header(len(text))
     channel._write(memoryview(header + text + channel._sent.tag(header, text)), deadline)
 
 
 def lie_to_rank(loop, rng):
-    """As a rank of another job."""
+    """Send a random, mostly wrong message to a rank of a joined job, as a rank of another job would."""
     host, port = loop.rounds.links.address.split(":")
     identity = loop.rounds.links.routes.identity
     purpose = {"purpose": rng.choice(["exchange", "fetch", "reversed", "else"]), "job": "zero",
@@ -242,9 +268,10 @@ def lie_to_rank(loop, rng):
                "to": identity.incarnation}  # fmt: skip
     if rng.random() < 0.3:
         purpose = mutated(purpose, rng)
-    ticket = loop.rounds.links.routes._own_ticket(purpose).encode()
+    ticket = loop.rounds.links.routes._own_ticket(purpose).encode()  # lets the rank accept the connection
     deadline = Deadline(3, "a lie")
     with contextlib.suppress(OSError, HolmesError, ValueError):
+        # call() makes the handshake, in which it proves that it has the token.
         channel = call(host, int(port), CREDENTIALS, purpose, deadline, ticket)
         try:
             good = {"fragment": 0, "version": 0, "start": 0, "stop": 250}
@@ -253,44 +280,49 @@ def lie_to_rank(loop, rng):
             channel.close()
 
 
-def test_ports_while_two_jobs_train(quiet, share):
+def test_ports_while_two_jobs_train(quiet, input_divisor):
+    """Two joined jobs, east and west, go on training while their ports get bad input."""
     rng = random.Random(SEED)
-    with coordinator() as server, Training(server.port) as training:
-        training.goes_on()
-        before = now()
-        rank = int(training.loops["west"].rounds.links.address.split(":")[1])
-        for _ in range(1500 // share):
-            throw(server.port, garbage(rng), rng)
-            throw(rank, garbage(rng), rng)
-        training.goes_on()
-        for k in range(2500 // share):
+    with coordinator() as server, Training(server.port) as training:  # trains in threads of this process
+        training.assert_goes_on()
+        before = threads_and_memory()
+        # Random bytes and damaged handshakes, as from someone without the token of the jobs.
+        port_of_west = int(training.loops["west"].rounds.links.address.split(":")[1])
+        for _ in range(1500 // input_divisor):
+            send_bytes(server.port, garbage(rng), rng)
+            send_bytes(port_of_west, garbage(rng), rng)
+        training.assert_goes_on()
+        # Wrong messages, as from someone with the token.
+        for number in range(2500 // input_divisor):
             lie_to_coordinator(server.port, rng)
-            if k % 3 == 0:
+            if number % 3 == 0:
                 lie_to_rank(training.loops[rng.choice(["east", "west"])], rng)
-        training.goes_on()
-        bounded(before)
-        states = {job["job"]: job["state"]
-                  for job in ask_status("127.0.0.1", server.port, CREDENTIALS)["jobs"]}
+        training.assert_goes_on()
+        assert_bounded(before)  # threads and memory
+        status = ask_status("127.0.0.1", server.port, CREDENTIALS)
+        states = {job["job"]: job["state"] for job in status["jobs"]}
         assert states["east"] == states["west"] == "in"
     assert training.error is None
 
 
 def test_half_open_connections_to_a_rank(quiet):
-    """500 of them were 500 threads in training; out of descriptors the port was dead for good."""
+    """500 idle connections to a rank do not start 500 threads, and the rank goes on training."""
     with coordinator() as server, Training(server.port) as training:
-        training.goes_on()
-        before = now()
-        rank = int(training.loops["west"].rounds.links.address.split(":")[1])
-        idle = [socket.create_connection(("127.0.0.1", rank)) for _ in range(500)]
-        assert threading.active_count() <= before[0] + 40
-        training.loops["west"].rounds.links.drop()  # both must be able to meet anew
-        training.goes_on()
-        for one in idle:
-            one.close()
-        bounded(before)
+        training.assert_goes_on()
+        before = threads_and_memory()
+        port_of_west = int(training.loops["west"].rounds.links.address.split(":")[1])
+        idle = [socket.create_connection(("127.0.0.1", port_of_west)) for _ in range(500)]
+        number_of_threads, _ = before
+        assert threading.active_count() <= number_of_threads + 40
+        training.loops["west"].rounds.links.drop()  # the two jobs must be able to connect again
+        training.assert_goes_on()
+        for connection in idle:
+            connection.close()
+        assert_bounded(before)
 
 
-def test_the_metrics_port(quiet, monkeypatch, share):
+def test_the_metrics_port(quiet, monkeypatch, input_divisor):
+    """The HTTP port for Prometheus (--holmes-metrics) answers despite idle connections and bad requests."""
     pytest.importorskip("prometheus_client")
     from holmes_ext.options import Options
     from holmes_ext.runtime.start.launcher import Process
@@ -299,27 +331,35 @@ def test_the_metrics_port(quiet, monkeypatch, share):
     rng = random.Random(SEED)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    told = open_metrics(Options(metrics=str(port)), Process(0, 1, 0, 1, "127.0.0.1", 0, "test"))
-    assert told.place == f"http://127.0.0.1:{port}/metrics", "of this host alone"
-    before = now()
-    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    metrics = open_metrics(Options(metrics=str(port)), Process(0, 1, 0, 1, "127.0.0.1", 0, "test"))
+    assert metrics.place == f"http://127.0.0.1:{port}/metrics"  # other hosts cannot connect
+    before = threads_and_memory()
+
+    # 100 connections that send nothing do not get a thread each.
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
     assert threading.active_count() <= before[0] + 12
-    for _ in range(1000 // share):
+
+    for _ in range(1000 // input_divisor):
         requests = [b"GET /metrics" + rng.randbytes(9), b"POST / HTTP/1.1\r\n\r\n", b"\r\n\r\n"]
-        throw(port, rng.choice([garbage(rng), *requests]), rng)
+        send_bytes(port, rng.choice([garbage(rng), *requests]), rng)
+
     with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
         raw.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert raw.recv(20).startswith(b"HTTP/1.1 200 OK")
-    for one in slow:
-        one.close()
-    bounded(before)
-    told.close()
+    for connection in idle:
+        connection.close()
+    assert_bounded(before)
+    metrics.close()
 
 
-def test_damaged_outer_states(share):
-    """Each is refused in one line before anything of it is used."""
+def test_damaged_outer_states(input_divisor):
+    """A saved state of a joined job whose file has flipped bits is refused with a one-line error.
+
+    The state has a digest of its content. It is accepted only if the digest fits.
+    """
     rng = random.Random(SEED)
     with coordinator() as server:
+        # A joined job of one rank, which takes four steps.
         loop = joined_of(torch.nn.Linear(20, 30), "east", server.port,
                          parse_outer("every=2,fragments=2,delay=0"))
         loop.begin()
@@ -329,43 +369,50 @@ def test_damaged_outer_states(share):
         torch.save(loop.state_dict(), file)
         loop.end()
     good = file.getvalue()
-    digest, refused = torch.load(io.BytesIO(good), weights_only=True)["digest"], 0
-    for _ in range(1000 // share):
+    digest = torch.load(io.BytesIO(good), weights_only=True)["digest"]
+
+    refused = 0
+    for _ in range(1000 // input_divisor):
         data = bytearray(good)
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         try:
             saved = torch.load(io.BytesIO(bytes(data)), weights_only=True)
-        except Exception:  # noqa: BLE001 - torch's own, before holmes sees it
+        except Exception:  # noqa: BLE001 - torch refuses the file, so holmes never sees it
             continue
         try:
-            opened(saved, "file.pt")
-            assert saved["digest"] == digest, "only what the damage did not touch is taken"
+            opened(saved, "file.pt")  # checks the digest
+            assert saved["digest"] == digest, "the damage touched only parts that are not used"
         except HolmesError as error:
             refused += 1
             assert "file.pt" in str(error) and "\n" not in str(error)
     assert refused > 20
 
 
-def test_outer_states_that_somebody_made(share):
-    """With a good digest: whoever can write a checkpoint can make one."""
+def test_outer_states_that_somebody_made(input_divisor):
+    """A saved state with wrong values and a fitting digest is loaded or refused with a one-line error.
+
+    Anyone who can write a checkpoint can also compute the digest of its content.
+    """
     rng = random.Random(SEED)
     with coordinator() as server:
         settings = parse_outer("every=4,fragments=2,delay=1")
+        # A joined job of one rank, which takes four steps.
         loop = joined_of(torch.nn.Linear(20, 30), "east", server.port, settings)
         loop.begin()
         for _ in range(4):
             loop.after_step(1)
         good = loop.state_dict()["outer"]
         refused = 0
-        for _ in range(1000 // share):
+        for _ in range(1000 // input_divisor):
+            wrong = mutated(good, rng)  # a copy with some values replaced
             try:
-                loop.load_state_dict(sealed(mutated(copy.deepcopy(good), rng)), "file.pt")
+                loop.load_state_dict(sealed(wrong), "file.pt")  # sealed() adds the digest
             except HolmesError as error:
                 refused += 1
                 assert "file.pt" in str(error) and "\n" not in str(error)
         assert refused > 20
-        loop.load_state_dict(sealed(good), "file.pt")
+        loop.load_state_dict(sealed(good), "file.pt")  # the right state can still be loaded
         loop.end()
 
 
@@ -389,18 +436,18 @@ def test_a_changed_number_of_an_outer_state_is_noticed():
             opened(broken, "file.pt")
 
 
-def test_damaged_token_files(tmp_path, share):
+def test_damaged_token_files(tmp_path, input_divisor):
     rng = random.Random(SEED)
     path = tmp_path / "token"
-    for _ in range(1000 // share):
+    for _ in range(1000 // input_divisor):
         path.write_bytes(rng.randbytes(rng.choice([0, 5, 30, 5000])))
         with contextlib.suppress(HolmesError):
             assert token_from({"HOLMES_JOIN_TOKEN_FILE": str(path)}).isprintable()
 
 
-def test_channels_take_any_bytes(share):
+def test_channels_take_any_bytes(input_divisor):
     rng = random.Random(SEED)
-    for _ in range(2000 // share):
+    for _ in range(2000 // input_divisor):
         ours, theirs = socket.socketpair()
         ours.sendall(rng.randbytes(rng.choice([1, 12, 13, 40, 300])))
         ours.close()

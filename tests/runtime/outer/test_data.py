@@ -1,4 +1,8 @@
-"""A joined job's part of a data set, and what transformers' Trainer makes its loader of."""
+"""Tests how joined jobs divide a data set: each job trains on its own part of it.
+
+Joined jobs are separate training jobs that regularly average their weights (DiLoCo). With transformers'
+Trainer, the data loader must get only the job's part.
+"""
 
 from types import SimpleNamespace
 

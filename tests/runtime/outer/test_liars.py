@@ -1,5 +1,13 @@
-"""One of four jobs lies: the others learn as if it were not there, all of them have the same bits, and it is
-named. Exhaustive: all aggregates with all lies."""
+"""Tests joined jobs of which one sends false data; the other three must not be affected.
+
+Joined jobs are separate training jobs that regularly combine their weight updates (DiLoCo). The tests check:
+
+    the honest jobs learn as they would without the liar
+    all honest jobs end with bitwise equal weights
+    a message names the liar
+
+An exhaustive test combines each way to lie with each robust aggregate (median, trimmed mean, ...).
+"""
 
 import threading
 

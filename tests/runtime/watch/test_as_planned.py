@@ -1,5 +1,9 @@
-"""What a job did against its plan: each difference, planted, is told once; a job that follows the plan tells
-nothing. The integration tests look at real jobs: none says "not as planned" (integration_tests/jobs.py)."""
+"""Tests the comparison of what a job did with what holmes planned for it.
+
+The plan says which network each process group uses and how gradients are reduced. A job prints one line with
+"not as planned" for each difference, and nothing if there is none. These tests make each difference on
+purpose. The integration tests check that real jobs print no such line (integration_tests/jobs.py).
+"""
 
 from dataclasses import replace
 
@@ -47,12 +51,16 @@ def job():
 
 
 def compared(current, capsys):
-    """(the document for the report, lines on stderr)"""
-    found = []
-    comparison = Comparison(current, found.append)
-    for _ in range(COMPARED_STEP + 3):
+    """Let a job take a few training steps, after which holmes compares what the job did with its plan.
+
+    Returns:
+        What the job did, as holmes's report has it, and the lines that holmes printed to stderr.
+    """
+    documents = []  # of the report
+    comparison = Comparison(current, documents.append)
+    for _ in range(COMPARED_STEP + 3):  # compares after step COMPARED_STEP, and only then
         comparison.step_done()
-    (document,) = found
+    (document,) = documents
     return document["done"], capsys.readouterr().err.splitlines()
 
 

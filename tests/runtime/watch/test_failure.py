@@ -1,4 +1,7 @@
-"""The line that a failed reduction ends with."""
+"""Tests the one-line message with which a job ends after a failed reduction of gradients.
+
+The message names the lost node, which holmes finds by its IP address in the error text of gloo.
+"""
 
 import pytest
 import torch.distributed as dist
@@ -24,9 +27,12 @@ def node(number, fabric):
 
 
 def activate(rank=0):
-    """Set a session on nodes n1, n2 with InfiniBand and n3, n4 with RoCE; the plan puts n3 first."""
+    """Make this process rank `rank` of a holmes job on the nodes n1, n2 (InfiniBand) and n3, n4 (RoCE).
+
+    The ranks are on the nodes in another order than the nodes' names: rank 0 is on n3, rank 1 on n1.
+    """
     site = Site(tuple(node(number, "ib" if number < 3 else "roce") for number in (1, 2, 3, 4)), FABRICS)
-    plan = Plan(site.digest, ("n3", "n1", "n4", "n2"), 1)
+    plan = Plan(site.digest, ("n3", "n1", "n4", "n2"), 1)  # the node of each rank
     process = Process(rank, 4, 0, 1, "127.0.0.1", 29500, "torchrun")
     session.set_active(session.Session(Options(), process, site, plan, rank))
 
@@ -62,9 +68,9 @@ def test_the_first_sight_is_repeated():
 
 
 def refusing(rank, error):
-    """Rank 0 refuses bad input and ends; rank 1 sees its connection close."""
+    """Let rank 0 end because of a wrong flag; return the message of rank 1, whose connection then closes."""
     activate(rank)
-    if rank == 0:
+    if rank == 0:  # note() tells the other ranks the reason
         note("rank 0: --holmes-outer: every=7 is not divisible by fragments=2")
     dist.barrier()
     return describe_failure("bucket 1 of 3", (0, 1), FABRICS[2], error) if rank else ""

@@ -1,4 +1,9 @@
-"""Tests plan/search/bound on random sites: no simulated step is shorter than its lower bound."""
+"""Tests the lower bounds on the time of a training step (holmes_ext/plan/search/bound).
+
+The search for the best plan leaves out placements whose lower bound is too high. So a bound must never exceed
+the real step time. The tests draw random clusters and models, and compare the bound of each placement with
+its simulated step time.
+"""
 
 import random
 from dataclasses import replace

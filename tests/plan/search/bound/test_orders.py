@@ -1,4 +1,9 @@
-"""Tests the lower bounds on the step time over all orders of clusters, with links that stages share."""
+"""Tests lower bounds on the step time for the order in which a pipeline passes the clusters.
+
+Pipeline stages are placed on clusters, one cluster after another. A bound for an order, or for its beginning,
+must not exceed the simulated step time of any placement in that order. The random clusters of these tests are
+connected by links that several stages may share.
+"""
 
 import random
 from dataclasses import replace
@@ -29,17 +34,25 @@ SEEDS = some(range(200), *range(8))
 
 
 def scene(pick):
-    """Return a random search that has not started: three or four clusters of equal size, linked in pairs."""
+    """Return a random planning problem, as a search for the best plan that has not started yet.
+
+    There are three or four clusters with one or two nodes each. Each pair of clusters has a link of its own;
+    a cluster may have an uplink that its links share.
+    """
     names, each, processes = "abcd"[: pick.choice((3, 4, 4))], pick.choice((1, 2)), pick.choice((1, 2))
-    kinds, rate = pick.choice((("ib", "roce") * 2, ("ethernet",) * 4)), pick.choice(("20Gb/s", "100Gb/s"))
-    lines = [f"{name} {kind} {'-' if kind == 'ethernet' else rate} {name}[0-{each - 1}]"
-             for name, kind in zip(names, kinds)]
+    networks = pick.choice((("ib", "roce") * 2, ("ethernet",) * 4))  # inside each cluster
+    rate = pick.choice(("20Gb/s", "100Gb/s"))
+    lines = [f"{name} {network} {'-' if network == 'ethernet' else rate} {name}[0-{each - 1}]"
+             for name, network in zip(names, networks)]
     site = clusters.site(*lines, ethernet=pick.choice(("1Gb/s", "5Gb/s")), processes=processes)
-    pairs = [(one, two) for one in names for two in names if one < two]
+
+    # Links between clusters, in bits/s and seconds of latency.
+    pairs = [(first, second) for first in names for second in names if first < second]
     between = [Between(pair, pick.choice((10**8, 3 * 10**8, 10**9)), pick.choice((1e-4, 0.01, 0.08)))
                for pair in pairs]
     uplinks = tuple(Uplink(name, 3 * 10**8) for name in names if pick.random() < 0.2)
     site = replace(site, wan=Wan(uplinks, tuple(between)))
+
     gpus = {name: Gpu(pick.choice((20e12, 60e12)), 0.0, 1e11) for name in names}
     model = Model(layers=8, hidden=pick.choice((256, 512)), heads=8, sequence=512,
                   vocabulary=pick.choice((512, 20000)), tied=pick.random() < 0.5, flash=True, micro_batches=1,
@@ -55,30 +68,42 @@ def every_order(orders, together):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
+    """Each lower bound on the step time of a placement is at most the simulated step time.
+
+    Compared are three bounds: of the order of clusters and of each beginning of it, of the parallel sizes
+    (the shape), and of the placement itself.
+    """
     pick = random.Random(seed)
-    result = scene(pick)
-    evaluator, compared = Evaluator(result), 0
-    every = shapes(result.network, result.model, result.global_batch, result.limits)
-    known = [shape for shape in every
-             if OrderBounds.known(evaluator.orders, shape.sizes().complete(result.network.world))]
-    for shape in pick.sample(known, min(3, len(known))):
-        sizes, prices = shape.sizes().complete(result.network.world), result.prices(shape)
+    result = scene(pick)  # a random planning problem
+    evaluator = Evaluator(result)
+    world = result.network.world
+    every_shape = shapes(result.network, result.model, result.global_batch, result.limits)
+    # Shapes for which orders of clusters have a bound.
+    bounded_shapes = [shape for shape in every_shape
+                      if OrderBounds.known(evaluator.orders, shape.sizes().complete(world))]
+    compared = 0
+    for shape in pick.sample(bounded_shapes, min(3, len(bounded_shapes))):
+        sizes, prices = shape.sizes().complete(world), result.prices(shape)
 
         def bound_of(placement):
             return evaluator.lower_bound(shape, placement, prices.costs(placement))  # noqa: B023
 
-        ideal = ShapeBound(result.network, prices, shape)
-        bounds = OrderBounds(evaluator.orders, sizes, bound_of, ideal.ring_bits)
-        for together in (1, 2):
-            for groups in pick.sample(all_of := every_order(evaluator.orders, together), min(5, len(all_of))):
+        shape_bound = ShapeBound(result.network, prices, shape)
+        order_bounds = OrderBounds(evaluator.orders, sizes, bound_of, shape_bound.ring_bits)
+        for together in (1, 2):  # clusters that stand side by side in the order
+            orders = every_order(evaluator.orders, together)
+            for order in pick.sample(orders, min(5, len(orders))):
                 if len(result.network.kinds) % together:
                     continue
-                low = max(bounds.seconds(groups[:count], together) for count in range(1, len(groups) + 1))
-                for placement in evaluator.orders.made(sizes, groups):
-                    own = max(low, ideal.seconds, bound_of(placement).seconds())
+                beginnings = [order[:count] for count in range(1, len(order) + 1)]
+                order_s = max(order_bounds.seconds(beginning, together) for beginning in beginnings)
+                for placement in evaluator.orders.made(sizes, order):
+                    bound_s = max(order_s, shape_bound.seconds, bound_of(placement).seconds())
                     for split in some_splits(pick, result.model.layers, shape.pipeline, 1):
-                        one = job_of(result, result.candidate(shape, placement, split))
-                        assert own <= folded_s(one) * (1 + 1e-9), (shape, groups, split, low, ideal.seconds)
+                        # folded_s(): simulated step time
+                        simulated_s = folded_s(job_of(result, result.candidate(shape, placement, split)))
+                        details = (shape, order, split, order_s, shape_bound.seconds)
+                        assert bound_s <= simulated_s * (1 + 1e-9), details
                         compared += 1
     assert compared
 
