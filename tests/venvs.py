@@ -85,4 +85,4 @@ def clean_environ(**extra: str) -> dict[str, str]:
 def run(python: Path, *arguments, cwd: Path, **environ: str) -> subprocess.CompletedProcess:
     command = [str(python), *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=clean_environ(**environ), capture_output=True, text=True,
-                          timeout=60)
+                          timeout=300)
