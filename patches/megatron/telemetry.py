@@ -11,7 +11,7 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name, inside, with_session
 from holmes_ext.patches.megatron import core
-from holmes_ext.patches.megatron.edges import unsupported
+from holmes_ext.patches.megatron.edges import unsupported_feature
 from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, SCHEDULES, TELEMETRY, loaded_version
 from holmes_ext.patches.megatron.joined import OPTIMIZER_STEPS
 from holmes_ext.patches.megatron.profile import gradient_bytes
@@ -91,7 +91,7 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
     if not network_api or not registry().is_on(EDGES.name):
         return call()
     chunk = model[0] if isinstance(model, list) else model
-    if unsupported(get_model_config(chunk), call.arguments()):
+    if unsupported_feature(get_model_config(chunk), call.arguments()):
         return call()
     begin_step(
         current,

@@ -31,4 +31,4 @@ def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch)
         step.send("F", torch.ones(16, 1, 8), 7)
     with pytest.raises(HolmesError, match="torch.bfloat16, expected"):
         step.send("F", torch.ones(16, 2, 8, dtype=torch.bfloat16), 7)
-    assert step.box.gone == [(("F", index), (16, 2, 8), 7) for index in range(2)]
+    assert step.mailbox.gone == [(("F", index), (16, 2, 8), 7) for index in range(2)]
