@@ -40,8 +40,8 @@ _ORDER_AT_ODD_POSITIONS = ("recv_prev", "send_next", "recv_next", "send_prev")
 class _NeighbourGroups:
     """Process groups in which this rank exchanges messages with its neighbouring pipeline stages."""
 
-    #: Rank of a neighbour -> group of this rank and the neighbour. If a neighbour is missing, its messages use
-    #: the pipeline group.
+    #: Rank of a neighbour -> group of this rank and the neighbour. If a neighbour is missing, its messages
+    #: use the pipeline group.
     by_peer: dict[int, Any] = field(default_factory=dict)
     #: With two stages: a second group of the two ranks, for unbatched messages from the second stage.
     second_group: Any = None
