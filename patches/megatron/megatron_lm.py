@@ -62,8 +62,8 @@ def _set_overlap(current: session.Session, args) -> None:
     if args.use_distributed_optimizer:
         free = not (args.load or args.save) or getattr(args, "dist_ckpt_optim_fully_reshardable", False)
         megatron_reduction.checkpoints_allow_buckets = free
-        if not megatron_reduction.may_bucket_optimizer(current):
-            megatron_reduction.tell_that_buckets_stay(current, "--dist-ckpt-optim-fully-reshardable, or ")
+        if not megatron_reduction.may_change_optimizer_buckets(current):
+            megatron_reduction.warn_that_buckets_stay(current, "--dist-ckpt-optim-fully-reshardable, or ")
             return
     args.overlap_grad_reduce = True
     if any(stages[1:]):

@@ -124,8 +124,8 @@ def _batched(call, instance, group, prev_pipeline_rank, next_pipeline_rank):
 
     This wrapper runs in place of megatron-core's _batched_p2p_ops, which starts the messages of both
     neighbours as one batch over the pipeline group. A batch runs over a single group, and each neighbour has
-    a group of its own. Therefore the original function, which call() runs, is
-    called twice: once without the tensors of the previous stage, once without those of the next stage.
+    a group of its own. Therefore the original function, which call() runs, is called twice: once without
+    the tensors of the previous stage, once without the tensors of the next stage.
 
     Ranks at even positions in the pipeline start with the next stage, ranks at odd positions with the
     previous stage. Thus two neighbours start their common batch at the same time.
