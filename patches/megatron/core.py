@@ -231,15 +231,18 @@ def _init_arguments(world: Any) -> dict[str, Any]:
 
     backend = dist.get_backend(world)
     arguments: dict[str, Any] = {"backend": backend}
-    if "nccl" in backends(backend).values():
+    uses_nccl = "nccl" in backends(backend).values()  # a backend such as "cpu:gloo,cuda:nccl" has several
+    if uses_nccl:
         nccl = world._get_backend(torch.device("cuda"))
-        if world.bound_device_id is not None or nccl._is_initialized():
+        has_communicator = world.bound_device_id is not None or nccl._is_initialized()
+        if has_communicator:
             raise HolmesError(
                 "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
                 "device_id of init_process_group, or for a collective since), and chosen its devices for the "
                 f"whole process; {_ENABLE_EARLIER}")
         arguments["pg_options"] = nccl.options
-    if (timeout := timeout_of(world)) is not None:
+    timeout = timeout_of(world)
+    if timeout is not None:
         arguments["timeout"] = timeout
     if world.bound_device_id is not None:
         arguments["device_id"] = world.bound_device_id
@@ -271,7 +274,8 @@ def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     return "|".join(entries)
 
 
-def _refusal(plan: Plan, text: str) -> HolmesError:
+def _stage_layers_error(plan: Plan, text: str) -> HolmesError:
+    """Return an error about the plan's key 'stage_layers'. Of all ranks that raise it, only one prints it."""
     return told_once(HolmesError(f"{plan.source}: key 'stage_layers'{text}"))
 
 
@@ -294,9 +298,11 @@ def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) ->
     between_differ = len(set(between)) > 1
     if has_chunks or between_differ:
         split = "+".join(map(str, layers))
-        raise _refusal(current.plan, f": {split}, but this megatron-core lets only the first and the last "
-                       "stage have layers of their own; install 0.13 or newer, or plan with equal stages "
-                       "between them and one chunk on each stage")
+        raise _stage_layers_error(
+            current.plan,
+            f": {split}, but this megatron-core lets only the first and the last stage have layers of their "
+            "own; install 0.13 or newer, or plan with equal stages between them and one chunk on each stage",
+        )
     ends = {"num_layers_in_first_pipeline_stage": first}
     # With two stages only the first field may be set: megatron-core distributes the layers that the fields
     # leave over the stages between, and needs one such stage. It is then the last one.
@@ -329,17 +335,23 @@ def planned_layout(
     if not plan.stage_layers or pipeline == 1:
         return None
     layout = layout_of(plan.stage_layers, mtp_layers)
-    if own_split:
+    if own_split:  # the program's split is used
         if own_split != layout:
             text = f"your own ({own_split}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
             tell(current, f"layers for each stage: {text}", once=f"layers {own_split}")
         return None
-    if (entries := len(plan.stage_layers)) != pipeline * virtual:
-        raise _refusal(plan, f" has {entries} entries, but the job runs pipeline {pipeline} x virtual "
-                       f"pipeline {virtual}; make the plan for these sizes or give a layout of your own")
-    if (total := sum(plan.stage_layers)) != layers:
-        raise _refusal(plan, f" adds up to {total} layers, but the model has {layers}; make the plan for "
-                       "this model")
+    entries = len(plan.stage_layers)
+    if entries != pipeline * virtual:
+        raise _stage_layers_error(
+            plan,
+            f" has {entries} entries, but the job runs pipeline {pipeline} x virtual pipeline {virtual}; "
+            "make the plan for these sizes or give a layout of your own",
+        )
+    total = sum(plan.stage_layers)
+    if total != layers:
+        raise _stage_layers_error(
+            plan, f" adds up to {total} layers, but the model has {layers}; make the plan for this model"
+        )
     return layout
 
 
@@ -362,9 +374,11 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
     unit = config.recompute_num_layers or 1
     if any(layers % unit for layers in plan.stage_layers):
         split = "+".join(map(str, plan.stage_layers))
-        raise _refusal(plan, f": stages of {split} layers are not whole units of the {unit} layers that are "
-                       "recomputed together; this megatron-core needs that: recompute_num_layers 1, or "
-                       "recompute_method block")
+        raise _stage_layers_error(
+            plan,
+            f": stages of {split} layers are not whole units of the {unit} layers that are recomputed "
+            "together; this megatron-core needs that: recompute_num_layers 1, or recompute_method block",
+        )
 
 
 @with_session

@@ -91,7 +91,7 @@ class _Step:
         # Tensors without memory: only their shapes and dtypes are read.
         tensors = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes]
         for peer, direction in self.mailbox.neighbours.items():
-            is_next_stage = direction > 0
+            is_next_stage = direction == 1  # -1: the previous stage
             if is_next_stage:
                 sent_forms = [form_of(tensor) for tensor in tensors]  # shape and dtype of each activation
             else:
@@ -103,7 +103,7 @@ class _Step:
             for tensor in tensors:
                 encoded_buffer, _ = wire.incoming(tensor)
                 received_forms.append(form_of(encoded_buffer))
-            self.mailbox.expect(received_forms, peer)
+            self.mailbox.expect(received_forms, peer)  # receives of these are posted in advance
 
     def send(self, kind: str, tensor: Any, peer: int) -> None:
         """Send a tensor to a neighbour without waiting.
@@ -246,7 +246,8 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     mailbox = mailbox_of(pipeline_group)
     wires = wires_of(config)
     device = next(chunk.parameters()).device
-    # The mailbox calls wire_to(rank of a neighbour) for the Wire that encodes or decodes a message.
+    # The mailbox calls wire_to(rank of a neighbour) for the Wire that encodes or decodes a message. PLAIN
+    # leaves messages as they are.
     mailbox.wire_to = lambda peer: wires.get(peer, PLAIN)
     mailbox.begin(receive_order, micro_batches, torch.empty(0, device=device))
     return _Step(mailbox, receive_order, pipeline_group.rank(), config.pipeline_dtype, device)

@@ -80,6 +80,7 @@ def _reduce_as_planned(current, call, instance):
         return call()
     if ddp_config.use_distributed_optimizer and not may_change_optimizer_buckets(current):
         warn_that_buckets_stay(current)
+        # Recorded for the comparison of the plan with what the job does. The user has been warned (reported).
         overlap = ddp_config.overlap_grad_reduce
         session.note_reduction(ranks, planned, 0, two_levels=False, overlap=overlap, reported=True)
         return call()
@@ -88,13 +89,14 @@ def _reduce_as_planned(current, call, instance):
     gradient_bytes = 4 * parameter_count  # in float32
     bucket_bytes = current.reduction(ranks, backend, gradient_bytes).bucket_bytes
     _set_overlap_and_buckets(ddp_config, elements=max(1, bucket_bytes // 4), rank_count=len(ranks))
-    if getattr(ddp_config, "overlap_by_plan", False):
+    overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)  # by the function above
+    if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
-    gathers_weights = megatron_gather.turn_on(ddp_config)  # during the next forward pass
+    # Under --holmes-overlap on, updated weights are gathered during the next forward pass.
+    gathers_weights = megatron_gather.turn_on(ddp_config)
     result = _construct(call, arguments)
     if gathers_weights:
-        megatron_gather.prepare(instance)
-    # Recorded for the comparison of the plan with what the job does.
+        megatron_gather.prepare(instance)  # state_dict() then waits for the gathers
     overlap = ddp_config.overlap_grad_reduce
     session.note_reduction(ranks, planned, gradient_bytes, two_levels=False, overlap=overlap)
     return result
