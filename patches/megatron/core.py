@@ -48,7 +48,16 @@ job = _Job()
 
 
 def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
-    """Complete, of initialize_model_parallel's `arguments` (bound); HolmesError when they cannot be."""
+    """Return the parallel sizes (numbers of pipeline stages, tensor-parallel ranks, ...) of a job.
+
+    The number of data-parallel ranks is computed from the world size.
+
+    Args:
+        arguments: Arguments of megatron-core's initialize_model_parallel, by name.
+
+    Raises:
+        HolmesError: megatron-core could not make groups of these sizes.
+    """
     sizes = Sizes(
         pipeline=arguments["pipeline_model_parallel_size"],
         tensor=arguments["tensor_model_parallel_size"],
@@ -64,13 +73,16 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     if instances < 1 or (sizes.data * sizes.context) % instances:
         raise HolmesError(f"num_distributed_optimizer_instances is {instances}, which does not divide "
                           f"data {sizes.data} x context {sizes.context}")
-    stage = sizes.data * sizes.tensor * sizes.context
-    tensor = arguments["expert_tensor_parallel_size"] or sizes.tensor
-    product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {tensor}"
-    if stage % (tensor * sizes.expert):
-        raise HolmesError(f"{product} does not divide the {stage} ranks of a stage")
-    other_data = stage // (tensor * sizes.expert) != sizes.data
-    if not sizes.order.endswith("pp") and sizes.pipeline > 1 and other_data:
+
+    # The experts of a stage can have another grid: expert-parallel, tensor-parallel and data-parallel ranks.
+    ranks_of_stage = sizes.data * sizes.tensor * sizes.context
+    expert_tensor = arguments["expert_tensor_parallel_size"] or sizes.tensor
+    product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {expert_tensor}"
+    if ranks_of_stage % (expert_tensor * sizes.expert):
+        raise HolmesError(f"{product} does not divide the {ranks_of_stage} ranks of a stage")
+    expert_data = ranks_of_stage // (expert_tensor * sizes.expert)
+    stages_are_contiguous = sizes.order.endswith("pp") or sizes.pipeline == 1
+    if expert_data != sizes.data and not stages_are_contiguous:
         raise HolmesError(f"order {sizes.order!r} does not end in pp: {product} must be tensor "
                           f"{sizes.tensor} x context {sizes.context}, or let pp stand last")
     return sizes
@@ -97,11 +109,11 @@ def _is_plannable(arguments: Mapping[str, Any]) -> bool:
 @with_session
 @by_name
 def _initialize(current, call, instance):
-    """Compare the job's parallel sizes with the plan's, then let megatron-core make its process groups.
+    """Compare the job's parallel sizes with those of holmes's plan, then let megatron-core make its groups.
 
     This wrapper runs in place of megatron-core's initialize_model_parallel. call() runs that function, which
-    receives the sizes and makes all process groups. A job whose sizes differ from the plan's ends before any
-    group exists.
+    receives the sizes (numbers of pipeline stages, tensor-parallel ranks, ...) and makes all process groups.
+    A job whose sizes differ from the plan's ends before any group exists.
 
     In a job with several pipeline stages, also make holmes's own groups for the messages between neighbouring
     stages.
@@ -120,7 +132,10 @@ def _initialize(current, call, instance):
 
 
 def _checked_sizes(current: session.Session, arguments: Mapping[str, Any]) -> Sizes:
-    """Return the parallel sizes in initialize_model_parallel's arguments, if the plan was made for them.
+    """Return the parallel sizes in initialize_model_parallel's arguments, if holmes's plan has the same.
+
+    The sizes are the numbers of pipeline stages, tensor-parallel ranks and so on. The plan is what holmes has
+    decided for the job, for example which rank runs on which node.
 
     Raises:
         HolmesError: the sizes cannot be combined, or the plan was made for other sizes.
@@ -316,6 +331,8 @@ def planned_layout(
 ) -> str | None:
     """Return the plan's split of the layers as megatron-core's layout string, such as "Ettt|tL".
 
+    The plan is what holmes has decided for this job. It can say how many layers each pipeline stage has.
+
     Args:
         pipeline: Number of stages.
         virtual: Number of chunks of layers on each stage (interleaved schedule), or 1.
@@ -356,7 +373,7 @@ def planned_layout(
 
 
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """Raise an error if the plan gives a stage layers that uniform recomputation cannot group.
+    """Raise an error if a pipeline stage's planned layers cannot be grouped into units of recomputation.
 
     With recompute_method "uniform", megatron-core recomputes units of recompute_num_layers layers.
 
@@ -384,7 +401,7 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
 @with_session
 @by_name
 def _set_layers_before_checks(current, call, instance):
-    """Set the plan's layers for each pipeline stage in a TransformerConfig (`instance`).
+    """Set the layers that holmes planned for each pipeline stage in a TransformerConfig (`instance`).
 
     This wrapper runs in place of TransformerConfig.__post_init__. call() runs that method, which checks the
     fields and derives others from them. Until then each field has the program's value.
@@ -399,7 +416,7 @@ def _set_layers_before_checks(current, call, instance):
 
 
 def _set_planned_layers(current: session.Session, config: Any) -> None:
-    """Set the plan's layers for each pipeline stage, unless the program splits the layers itself.
+    """Set the layers that holmes planned for each pipeline stage, unless the program splits the layers.
 
     Args:
         config: TransformerConfig, before megatron-core has checked it.
@@ -439,10 +456,12 @@ def _split_of_program(config: Any) -> str:
 
 
 def _set_split(current: session.Session, config: Any, layout: str) -> None:
-    """Set the plan's layers for each stage in a TransformerConfig, by the fields of the installed version.
+    """Set the layers that holmes planned for each pipeline stage in a TransformerConfig.
+
+    Which fields are set depends on the installed version of megatron-core.
 
     Args:
-        layout: The plan's layers in the notation of pipeline_model_parallel_layout.
+        layout: The planned layers in the notation of pipeline_model_parallel_layout.
     """
     if hasattr(config, "pipeline_model_parallel_layout"):
         config.pipeline_model_parallel_layout = layout

@@ -185,13 +185,13 @@ def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communi
     schedule; call() runs that function. While it runs, the global `_step` is set. The other wrappers of this
     module read `_step`: they change the number of warm-up passes, and pass all messages to the mailbox.
 
-    In evaluation, or if _new_step() returns None, megatron-core sends the messages itself.
+    In evaluation, and in jobs that the mailbox does not support, megatron-core sends the messages itself.
 
     p2p_communicator is not read here. It is a parameter because holmes switches a feature off if the
     installed function lacks a parameter of the wrapper.
 
     Raises:
-        HolmesError: the plan lists the order of all passes, which this schedule cannot follow.
+        HolmesError: holmes's plan lists the order of all passes, which this schedule cannot follow.
     """
     global _step
     if forward_only:  # evaluation
@@ -218,7 +218,7 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
         arguments: The arguments of megatron-core's schedule function, by name.
 
     Raises:
-        HolmesError: the plan lists the order of all passes.
+        HolmesError: holmes's plan lists the order of all passes, which this schedule cannot follow.
     """
     current = session.active()
     sizes = core.job.sizes  # parallel sizes
@@ -256,7 +256,9 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
 def _planned_receive_order(
     current: session.Session, sizes: Sizes, pipeline_group: Any
 ) -> ReceiveOrder | None:
-    """Return in which order stages post receives, or None if the plan leaves the schedule as it is.
+    """Return when pipeline stages post their receives, or None if holmes is not to change the schedule.
+
+    The plan, which holmes has made for this job, says so.
 
     Raises:
         HolmesError: the plan lists the order of all passes, which megatron-core's schedule cannot follow.

@@ -17,8 +17,9 @@ from holmes_ext.words import nearest
 
 
 def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParser:
-    """Add the --holmes flags to a parser, and the plan's digest and nodes as arguments without a flag.
+    """Add the --holmes flags to a parser, and two arguments without a flag: the plan's digest and nodes.
 
+    The plan is what holmes has decided for this job, for example which rank runs on which node.
     The flags themselves have been removed from sys.argv. Therefore their values become the defaults. As
     arguments they are recorded in checkpoints.
 

@@ -34,8 +34,9 @@ _SPLIT_ARGUMENTS = (
 @with_session
 @by_name
 def _validate(current, call, instance, args):
-    """Set the plan's layers and overlap in Megatron-LM's parsed arguments, before they are validated.
+    """Set what holmes planned in Megatron-LM's parsed arguments, before they are validated.
 
+    The plan has the number of layers of each pipeline stage, and whether gradient reductions overlap.
     This wrapper runs in place of validate_args, which call() runs. That function checks the arguments and
     derives others from them. The plan's values thus have the same effect as on the command line.
     """
@@ -45,8 +46,9 @@ def _validate(current, call, instance, args):
 
 
 def _set_layout(current: session.Session, args) -> None:
-    """Set --pipeline-model-parallel-layout to the plan's layers, unless the user has split the layers.
+    """Set --pipeline-model-parallel-layout to the layers that holmes planned for each pipeline stage.
 
+    If the user has split the layers, the user's split stays.
     Hybrid models stay as they are: a pattern of their own arranges their layers.
     """
     is_hybrid_model = bool(getattr(args, "hybrid_layer_pattern", None))
@@ -76,10 +78,10 @@ def _split_of_user(args) -> str:
 
 
 def _set_overlap(current: session.Session, args) -> None:
-    """Set --overlap-grad-reduce and --overlap-param-gather if the plan has a pipeline stage overlap.
+    """Set --overlap-grad-reduce and --overlap-param-gather if holmes planned an overlap for a pipeline stage.
 
-    The gradient reduction then overlaps with the backward pass. With the distributed optimizer this changes
-    its buckets. Therefore nothing is set if the job's checkpoints depend on the buckets, and a message tells
+    Gradient reductions then overlap with the backward pass. With the distributed optimizer this changes its
+    buckets. Therefore nothing is set if the job's checkpoints depend on the buckets, and a message tells
     the user how to change that.
     """
     sizes = current.plan.sizes
@@ -107,7 +109,7 @@ def _set_overlap(current: session.Session, args) -> None:
 @with_session
 @by_name
 def _compare_plans(current, call, instance, checkpoint_args):
-    """Check a checkpoint's arguments, and print a line if it was saved under another plan.
+    """Check a checkpoint's arguments, and print a line if it was saved under another plan of holmes.
 
     This wrapper runs in place of Megatron-LM's check_checkpoint_args, which call() runs: it raises an
     AssertionError if the checkpoint is another model's. `checkpoint_args` are the arguments of the job that

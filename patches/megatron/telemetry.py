@@ -100,7 +100,7 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
     flight. Its mailbox, which sends the messages between stages without waiting, must support the model's
     configuration.
     """
-    if core.job.sizes is None or forward_only:  # no plan describes this job, or this is evaluation
+    if core.job.sizes is None or forward_only:  # holmes cannot plan this job, or this is evaluation
         return call()
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config

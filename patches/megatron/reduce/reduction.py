@@ -60,11 +60,12 @@ def warn_that_buckets_stay(current: session.Session, way_out: str = "") -> None:
 @with_session
 @by_name
 def _reduce_as_planned(current, call, instance):
-    """Construct a DistributedDataParallel that overlaps its reductions, if the plan has this stage overlap.
+    """Construct a DistributedDataParallel that overlaps its gradient reductions, if holmes planned it so.
 
     This wrapper runs in place of DistributedDataParallel.__init__, which call() runs. megatron-core overlaps
     gradient reductions with the backward pass, in buckets, on the first pipeline stage only. The constructor
-    reads overlap and bucket size from its argument `ddp_config`, which is changed before the call.
+    reads overlap and bucket size from its argument `ddp_config`, which is changed before the call. The plan
+    (holmes's decisions for this job) has a bucket size for the network of each stage.
     """
     sizes = job.sizes or current.plan.sizes  # parallel sizes
     if sizes is None:
