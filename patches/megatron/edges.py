@@ -81,9 +81,10 @@ class _Step:
         self.received_count = {"F": 0, "B": 0}
 
     def announce(self, shapes: Sequence[Any]) -> None:
-        """Give the mailbox the shapes of the tensors that every micro-batch exchanges with a neighbour.
+        """Give the mailbox the shapes of the tensors that each micro-batch sends and receives.
 
-        The mailbox posts receives for them in advance, and raises an error if another shape is sent.
+        The mailbox transfers the messages between this rank and its neighbouring pipeline stages. It posts
+        receives of these shapes in advance, and raises an error if a tensor of another shape is to be sent.
         """
         import torch
 
@@ -106,26 +107,26 @@ class _Step:
             self.mailbox.expect(received_forms, peer)  # receives of these are posted in advance
 
     def send(self, kind: str, tensor: Any, peer: int) -> None:
-        """Send a tensor to a neighbour without waiting.
+        """Send a tensor to a neighbouring pipeline stage without waiting, by the mailbox.
 
         Args:
-            kind: "F" for an activation, "B" for a gradient.
-            peer: Rank of the neighbour.
+            kind: "F" for an activation of a forward pass, "B" for a gradient of a backward pass.
+            peer: Rank on the neighbouring stage.
         """
         micro_batch = self.sent_count[kind] // self.messages_per_pass
         self.sent_count[kind] += 1
-        self.mailbox.unit = (kind, micro_batch)  # send() stores the message under this pass, for arrived()
+        self.mailbox.unit = (kind, micro_batch)  # the pass that sends; mailbox.send() reads it
         self.mailbox.send(tensor, peer)
         is_last_message_of_pass = self.sent_count[kind] % self.messages_per_pass == 0
         if is_last_message_of_pass:
-            self.mailbox.passed(kind, micro_batch)  # the mailbox now posts receives for later passes
+            self.mailbox.passed(kind, micro_batch)  # the mailbox may now post receives for later passes
 
     def recv(self, kind: str, shape: Any, peer: int) -> Any:
-        """Wait for the next message of a neighbour, and return its tensor.
+        """Wait for the next message of a neighbouring pipeline stage, and return the received tensor.
 
         Args:
-            kind: "F" for an activation, "B" for a gradient.
-            peer: Rank of the neighbour.
+            kind: "F" for an activation of a forward pass, "B" for a gradient of a backward pass.
+            peer: Rank on the neighbouring stage.
         """
         import torch
 
@@ -133,8 +134,8 @@ class _Step:
         self.mailbox.recv(tensor, peer)
         micro_batch = self.received_count[kind] // self.messages_per_pass
         self.received_count[kind] += 1
-        # This message proves that the neighbour has received earlier messages of this rank. The mailbox can
-        # free their tensors.
+        # The received message proves that the neighbour has received some earlier messages of this rank.
+        # arrived() lets the mailbox free their tensors.
         if kind == "B":
             # The gradient of a micro-batch is computed from the activation that this rank sent for it.
             self.mailbox.arrived("F", micro_batch)
