@@ -259,7 +259,8 @@ def _planned_receive_order(
 ) -> ReceiveOrder | None:
     """Return when pipeline stages post their receives, or None if holmes is not to change the schedule.
 
-    The plan, which holmes has made for this job, says so.
+    holmes's plan for this job has such an order if stages are to have other numbers of micro-batches in
+    flight than in megatron-core's own schedule.
 
     Raises:
         HolmesError: the plan lists the order of all passes, which megatron-core's schedule cannot follow.
@@ -282,7 +283,7 @@ def _plan_warm_up(call, instance):
     group that reports another size.
     """
     call()
-    if _step is not None:
+    if _step is not None:  # a training step runs, whose messages the mailbox transfers
         planned_in_flight = _step.in_flight[_step.stage]
         instance.pp_group = _PlannedWarmUpGroup(instance.pp_group, planned_in_flight)
 
@@ -299,7 +300,7 @@ def _announce(call, instance):
         The shapes, unchanged.
     """
     shapes = call()
-    if _step is not None:
+    if _step is not None:  # a training step runs, whose messages the mailbox transfers
         _step.announce(shapes)
     return shapes
 
@@ -318,7 +319,8 @@ def _communicate(
     """Pass the schedule's messages to the mailbox, which does not wait for sends.
 
     This wrapper runs in place of P2PCommunicator._communicate, through which megatron-core's 1F1B schedule
-    sends and receives all its messages. Outside a training step of the mailbox, call() runs that method.
+    sends and receives all its messages. If the mailbox does not transfer the messages now, such as in
+    evaluation, call() runs that method.
 
     wait_on_reqs has no effect, because received tensors are complete on return. It is a parameter so that
     call.refuse_unknown() accepts it.
@@ -327,7 +329,7 @@ def _communicate(
         The tensor from the previous stage, the tensor from the next stage, and None for requests to wait for.
     """
     step = _step
-    if step is None:
+    if step is None:  # the mailbox does not transfer the messages now
         return call()
     # Raise an error if the caller gave an argument that this wrapper does not have: it would have no effect.
     call.refuse_unknown()
