@@ -423,14 +423,9 @@ def _set_planned_layers(current: session.Session, config: Any) -> None:
     """
     own_split = _split_of_program(config)
     mtp_layers = getattr(config, "mtp_num_layers", None) or 0
-    layout = planned_layout(
-        current,
-        config.pipeline_model_parallel_size,
-        config.virtual_pipeline_model_parallel_size or 1,
-        config.num_layers,
-        mtp_layers,
-        own_split,
-    )
+    pipeline = config.pipeline_model_parallel_size
+    virtual = config.virtual_pipeline_model_parallel_size or 1  # chunks of layers on each stage
+    layout = planned_layout(current, pipeline, virtual, config.num_layers, mtp_layers, own_split)
     stage_layers = current.plan.stage_layers
     if layout is not None:
         _set_split(current, config, layout)
@@ -479,8 +474,7 @@ def _last_unit_may_be_shorter() -> bool:
     Versions of megatron-core that have the module megatron.core.recompute shorten the last unit of layers
     that are recomputed together. Older versions look for layers that are not on the stage.
 
-    The answer is cached, because Megatron-LM's get_batch makes a TransformerConfig in every micro-batch, and
-    each of them needs the answer.
+    The answer is cached, because Megatron-LM's get_batch makes a TransformerConfig in every micro-batch.
     """
     return find_spec("megatron.core.recompute") is not None
 

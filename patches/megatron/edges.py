@@ -307,14 +307,7 @@ def _announce(call, instance):
 
 @by_name
 def _communicate(
-    call,
-    instance,
-    tensor_send_next,
-    tensor_send_prev,
-    recv_prev,
-    recv_next,
-    tensor_shape,
-    wait_on_reqs,
+    call, instance, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs
 ):
     """Pass the schedule's messages to the mailbox, which does not wait for sends.
 
