@@ -1,14 +1,16 @@
-"""Compares megatron-core's parallel sizes with the plan, and sets the plan's layers for each stage.
+"""Compares megatron-core's parallel sizes with the plan, and sets the plan's layers for each pipeline stage.
 
-A plan is holmes's decision for one job: which rank runs on which node, how many layers each pipeline stage
-has, and how groups of ranks communicate. Two functions of megatron-core are patched:
+A plan is what holmes has decided for one job: which rank runs on which node, how many layers each pipeline
+stage has, and how groups of ranks communicate. The sizes are the numbers of pipeline stages, tensor-parallel
+ranks and so on. This module wraps two functions of megatron-core:
 
-    initialize_model_parallel          compare the job's parallel sizes with the plan's, before any process
-                                       group exists
-    TransformerConfig.__post_init__    set the plan's layers for each stage, unless the program splits the
-                                       layers itself
+    initialize_model_parallel          makes all process groups. Before, the wrapper compares the program's
+                                       sizes with the plan's, and ends the job if they differ.
+    TransformerConfig.__post_init__    checks the model's configuration. Before, the wrapper sets the plan's
+                                       layers, unless the program itself splits the layers over the stages.
 
-Ranks are renumbered before, when the job starts, and patches/torch/groups.py chooses each group's network."""
+drop_in() makes holmes_ext.initialize_model_parallel, which a program can call instead of starting with
+--holmes. Other modules renumber the ranks, and choose the network of each group (patches/torch/groups.py)."""
 
 from __future__ import annotations
 
@@ -35,10 +37,10 @@ from holmes_ext.runtime.start.store import until_gone
 
 
 class _Job:
-    """Parallel sizes of the running job, which the other patches of megatron-core read."""
+    """Parallel sizes of the running job (pipeline stages, tensor-parallel ranks, ...), for other modules."""
 
-    #: Sizes of the last call of initialize_model_parallel. None: not called yet, or a plan cannot describe
-    #: them.
+    #: Sizes that the last call of initialize_model_parallel received. None: it has not been called, or a plan
+    #: cannot describe its arguments.
     sizes: Sizes | None = None
 
 
@@ -46,7 +48,16 @@ job = _Job()
 
 
 def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
-    """Complete, of initialize_model_parallel's `arguments` (bound); HolmesError when they cannot be."""
+    """Return the parallel sizes (numbers of pipeline stages, tensor-parallel ranks, ...) of a job.
+
+    The number of data-parallel ranks is computed from the world size.
+
+    Args:
+        arguments: Arguments of megatron-core's initialize_model_parallel, by name.
+
+    Raises:
+        HolmesError: megatron-core could not make groups of these sizes.
+    """
     sizes = Sizes(
         pipeline=arguments["pipeline_model_parallel_size"],
         tensor=arguments["tensor_model_parallel_size"],
@@ -62,23 +73,26 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     if instances < 1 or (sizes.data * sizes.context) % instances:
         raise HolmesError(f"num_distributed_optimizer_instances is {instances}, which does not divide "
                           f"data {sizes.data} x context {sizes.context}")
-    stage = sizes.data * sizes.tensor * sizes.context
-    tensor = arguments["expert_tensor_parallel_size"] or sizes.tensor
-    product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {tensor}"
-    if stage % (tensor * sizes.expert):
-        raise HolmesError(f"{product} does not divide the {stage} ranks of a stage")
-    other_data = stage // (tensor * sizes.expert) != sizes.data
-    if not sizes.order.endswith("pp") and sizes.pipeline > 1 and other_data:
+
+    # The experts of a stage can have another grid: expert-parallel, tensor-parallel and data-parallel ranks.
+    ranks_of_stage = sizes.data * sizes.tensor * sizes.context
+    expert_tensor = arguments["expert_tensor_parallel_size"] or sizes.tensor
+    product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {expert_tensor}"
+    if ranks_of_stage % (expert_tensor * sizes.expert):
+        raise HolmesError(f"{product} does not divide the {ranks_of_stage} ranks of a stage")
+    expert_data = ranks_of_stage // (expert_tensor * sizes.expert)
+    stages_are_contiguous = sizes.order.endswith("pp") or sizes.pipeline == 1
+    if expert_data != sizes.data and not stages_are_contiguous:
         raise HolmesError(f"order {sizes.order!r} does not end in pp: {product} must be tensor "
                           f"{sizes.tensor} x context {sizes.context}, or let pp stand last")
     return sizes
 
 
 def _is_plannable(arguments: Mapping[str, Any]) -> bool:
-    """Return whether a plan can describe the grid of ranks that initialize_model_parallel is to make.
+    """Return whether holmes can plan a job with these arguments of initialize_model_parallel.
 
-    A plan describes one model over all ranks, with the axes tensor, context, expert, data and pipeline.
-    Arguments that only some versions of megatron-core have can ask for more.
+    holmes plans jobs in which one model uses all ranks, and whose parallel axes are tensor, context, expert,
+    data and pipeline. Some versions of megatron-core have arguments for several models or for further axes.
     """
     has_several_models = arguments.get("rank_offset") or arguments.get("local_world_size") is not None
     if has_several_models:
@@ -88,28 +102,29 @@ def _is_plannable(arguments: Mapping[str, Any]) -> bool:
         return False
     if arguments.get("encoder_pipeline_model_parallel_size"):
         return False
-    # A further axis, over which tensors are rematerialized (recomputed instead of kept).
+    # A further axis, over which tensors are rematerialized (recomputed instead of kept); 1: not used.
     return arguments.get("gtp_remat_size", 1) == 1 and arguments.get("expert_gtp_remat_size", 1) == 1
 
 
 @with_session
 @by_name
 def _initialize(current, call, instance):
-    """Compare the job's parallel sizes with the plan, then let megatron-core make its process groups.
+    """Compare the job's parallel sizes with those of holmes's plan, then let megatron-core make its groups.
 
-    initialize_model_parallel receives the sizes and makes all process groups of a job. The comparison comes
-    first, so that a job that does not fit the plan ends before any group exists.
+    This wrapper runs in place of megatron-core's initialize_model_parallel. call() runs that function, which
+    receives the sizes (numbers of pipeline stages, tensor-parallel ranks, ...) and makes all process groups.
+    A job whose sizes differ from the plan's ends before any group exists.
 
-    If the model has several pipeline stages, also make the groups over which neighbouring stages send
-    (p2p.py).
+    In a job with several pipeline stages, also make holmes's own groups for the messages between neighbouring
+    stages.
 
     Raises:
-        HolmesError: the sizes cannot be combined, or the plan was made for others.
+        HolmesError: the sizes cannot be combined, or the plan was made for other sizes.
     """
     arguments = call.arguments()
-    job.sizes = None  # an earlier call may have set the sizes
+    job.sizes = None  # forget the sizes of an earlier call
     if _is_plannable(arguments):
-        job.sizes = _checked_sizes(current, arguments)
+        job.sizes = _checked_sizes(current, arguments)  # other modules of patches/megatron read job.sizes
     result = call()
     if arguments["pipeline_model_parallel_size"] > 1:
         _make_neighbour_groups()
@@ -117,21 +132,29 @@ def _initialize(current, call, instance):
 
 
 def _checked_sizes(current: session.Session, arguments: Mapping[str, Any]) -> Sizes:
-    """Return the sizes that initialize_model_parallel's arguments give, after comparing them with the plan.
+    """Return the parallel sizes in initialize_model_parallel's arguments, if holmes's plan has the same.
+
+    The sizes are the numbers of pipeline stages, tensor-parallel ranks and so on. The plan is what holmes has
+    decided for the job, for example which rank runs on which node.
 
     Raises:
-        HolmesError: the sizes cannot be combined, or the plan was made for others.
+        HolmesError: the sizes cannot be combined, or the plan was made for other sizes.
     """
     try:
         sizes = sizes_of(arguments, current.plan.world_size)
     except HolmesError as error:
-        raise told_once(error) from None  # every rank gets here: one rank prints the error, all of them end
+        # All ranks raise this error. told_once() makes only one of them print it.
+        raise told_once(error) from None
+    # Raise an error if the plan's sizes differ; warn if groups would have ranks in several clusters.
     check_grid(current, sizes, arguments["num_distributed_optimizer_instances"])
     return sizes
 
 
 def _make_neighbour_groups() -> None:
-    """Make the groups over which neighbouring stages send, in a call that all ranks of a pipeline make."""
+    """Make a process group for each pair of neighbouring pipeline stages, for the messages between them.
+
+    All ranks of a pipeline must call this function.
+    """
     from megatron.core import parallel_state
 
     pipeline_groups = parallel_state.get_pipeline_model_parallel_group()
@@ -141,19 +164,19 @@ def _make_neighbour_groups() -> None:
         megatron_p2p.neighbour_groups_of(pipeline_group)
 
 
-#: Last part of errors about a call of holmes that comes too late.
+#: The way out in error messages about a call of holmes_ext.initialize_model_parallel that comes too late.
 _ENABLE_EARLIER = "call holmes_ext.enable() before init_process_group, or start with --holmes"
 
 
 @functools.cache
 def drop_in(enable: Callable[..., None]):
-    """Return holmes_ext.initialize_model_parallel, which programs call in place of megatron-core's function.
+    """Return the function that programs call as holmes_ext.initialize_model_parallel.
 
-    It has the signature of the installed megatron-core's function, and calls that one. If neither --holmes
-    nor holmes_ext.enable() has switched holmes on before, the first call does it.
+    The returned function has the signature of megatron-core's initialize_model_parallel and calls it. If
+    holmes is still off, the returned function first switches it on.
 
     Args:
-        enable: holmes_ext.enable.
+        enable: holmes_ext.enable, which switches holmes on.
 
     Raises:
         HolmesError: megatron-core cannot be imported.
@@ -166,7 +189,8 @@ def drop_in(enable: Callable[..., None]):
 
     @functools.wraps(parallel_state.initialize_model_parallel)
     def initialize_model_parallel(*args, **kwargs):
-        if session.active() is None:
+        holmes_is_off = session.active() is None
+        if holmes_is_off:
             arguments = arguments_of(parallel_state.initialize_model_parallel, args, kwargs)
             _enable_after_init(arguments, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
@@ -177,12 +201,12 @@ def drop_in(enable: Callable[..., None]):
 def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]) -> None:
     """Switch holmes on in a program that has already called torch.distributed.init_process_group.
 
-    holmes renumbers the ranks. Therefore the default process group, which has the old numbers, is destroyed
-    before holmes is switched on. It is made anew afterwards, with the same backend and options.
+    holmes changes the numbers of the ranks. Therefore this function destroys the default process group, which
+    has the old numbers, switches holmes on, and makes the group anew with the same backend and options.
 
     Args:
         arguments: The program's arguments of initialize_model_parallel.
-        enable: holmes_ext.enable.
+        enable: holmes_ext.enable, which switches holmes on.
 
     Raises:
         HolmesError: torch.distributed is not initialized, or it is too late to change the ranks.
@@ -192,44 +216,48 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
 
     if not dist.is_initialized():
         raise HolmesError("initialize_model_parallel: call torch.distributed.init_process_group first")
-    if len(distributed_c10d._world.pg_map) > 1:
+    other_groups_exist = len(distributed_c10d._world.pg_map) > 1  # besides the default group
+    if other_groups_exist:
         raise HolmesError(
             "initialize_model_parallel comes too late: the program has made process groups already, and "
             f"ranks cannot change under them; {_ENABLE_EARLIER}")
     sizes = sizes_of(arguments, dist.get_world_size())
-    # The old group must have no variable here: whoever holds it keeps its listening sockets open, and ranks
-    # of the new group would connect to those.
+    # No variable may refer to the old group: it would keep the group's listening sockets open, and ranks of
+    # the new group would connect to them.
     init_arguments = _init_arguments(dist.group.WORLD)
     with until_gone(launcher.detect(os.environ), distributed_c10d._get_default_store()):
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # `with` then waits until the old group's store has ended
     if arguments["num_distributed_optimizer_instances"] > 1:
-        enable()  # a plan without sizes keeps each optimizer instance in one cluster (sizes_from_arguments)
+        enable()  # a plan that is made without sizes keeps each optimizer instance in one cluster
     else:
-        enable(sizes=say(sizes).replace(" ", ""))
+        enable(sizes=say(sizes).replace(" ", ""))  # such as "pipeline=2,tensor=4"
     dist.init_process_group(**init_arguments)
 
 
 def _init_arguments(world: Any) -> dict[str, Any]:
-    """Return the arguments of init_process_group with which a default group like `world` is made.
+    """Return the arguments of init_process_group that make a new default group with the settings of `world`.
 
     Raises:
-        HolmesError: NCCL has made a communicator in this process. NCCL then has read, once for the process,
-            which HCAs and which interface it may use, and holmes can no longer choose them.
+        HolmesError: NCCL has made a communicator in this process. NCCL reads only once in a process which
+            HCAs and which network interface it may use, so that holmes can no longer choose them.
     """
     import torch
     import torch.distributed as dist
 
     backend = dist.get_backend(world)
     arguments: dict[str, Any] = {"backend": backend}
-    if "nccl" in backends(backend).values():
+    uses_nccl = "nccl" in backends(backend).values()  # a backend such as "cpu:gloo,cuda:nccl" has several
+    if uses_nccl:
         nccl = world._get_backend(torch.device("cuda"))
-        if world.bound_device_id is not None or nccl._is_initialized():
+        has_communicator = world.bound_device_id is not None or nccl._is_initialized()
+        if has_communicator:
             raise HolmesError(
                 "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
                 "device_id of init_process_group, or for a collective since), and chosen its devices for the "
                 f"whole process; {_ENABLE_EARLIER}")
         arguments["pg_options"] = nccl.options
-    if (timeout := timeout_of(world)) is not None:
+    timeout = timeout_of(world)
+    if timeout is not None:
         arguments["timeout"] = timeout
     if world.bound_device_id is not None:
         arguments["device_id"] = world.bound_device_id
@@ -245,14 +273,15 @@ _SPLIT_FIELDS = (
 
 
 def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
-    """Return a split of layers in the notation of megatron-core's pipeline_model_parallel_layout: "Ettt|tL".
+    """Return a value of megatron-core's pipeline_model_parallel_layout, such as "Ettt|tL".
 
-    "E" is the embedding, "t" a transformer layer, "m" a multi-token-prediction layer, "L" the loss, and "|"
-    stands between two stages. Multi-token prediction and the loss read the last transformer layer's output,
-    therefore they stand at the end.
+    The letters are "E" for the embedding, "t" for a transformer layer, "m" for a multi-token-prediction layer
+    and "L" for the loss. "|" stands between two stages. Multi-token prediction and the loss come last,
+    because they read the output of the last transformer layer.
 
     Args:
         layers: Number of transformer layers of each stage; with the interleaved schedule, of each chunk.
+        mtp_layers: Number of multi-token-prediction layers.
     """
     entries = ["t" * count for count in layers]
     entries[0] = "E" + entries[0]
@@ -260,28 +289,38 @@ def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
     return "|".join(entries)
 
 
-def _refusal(plan: Plan, text: str) -> HolmesError:
+def _stage_layers_error(plan: Plan, text: str) -> HolmesError:
+    """Return an error about the plan's key 'stage_layers'. Of all ranks that raise it, only one prints it."""
     return told_once(HolmesError(f"{plan.source}: key 'stage_layers'{text}"))
 
 
 def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) -> dict[str, int]:
-    """Return the fields by which TransformerConfig of megatron-core before 0.13 splits layers over stages.
+    """Return the TransformerConfig fields that give the first and the last stage their planned layers.
 
-    These versions have no layout. They let only the first and the last stage have numbers of layers of their
-    own.
+    megatron-core before 0.13 has no pipeline_model_parallel_layout. These two fields are its only way to
+    split layers unequally: all stages between the first and the last have the same number of layers.
+
+    Args:
+        layers: Planned number of layers of each stage.
+        pipeline: Number of stages.
 
     Raises:
-        HolmesError: other stages differ from each other, or stages have several chunks of layers.
+        HolmesError: the plan's stages between the first and the last have different numbers of layers, or a
+            stage has several chunks of layers (interleaved schedule).
     """
     first, *between, last = layers
-    if len(layers) != pipeline or len(set(between)) > 1:
+    has_chunks = len(layers) != pipeline
+    between_differ = len(set(between)) > 1
+    if has_chunks or between_differ:
         split = "+".join(map(str, layers))
-        raise _refusal(current.plan, f": {split}, but this megatron-core lets only the first and the last "
-                       "stage have layers of their own; install 0.13 or newer, or plan with equal stages "
-                       "between them and one chunk on each stage")
+        raise _stage_layers_error(
+            current.plan,
+            f": {split}, but this megatron-core lets only the first and the last stage have layers of their "
+            "own; install 0.13 or newer, or plan with equal stages between them and one chunk on each stage",
+        )
     ends = {"num_layers_in_first_pipeline_stage": first}
-    # With two stages only the first is set: megatron-core gives the other layers to the other stages, and
-    # needs at least one such stage.
+    # With two stages only the first field may be set: megatron-core distributes the layers that the fields
+    # leave over the stages between, and needs one such stage. It is then the last one.
     if between:
         ends["num_layers_in_last_pipeline_stage"] = last
     return ends
@@ -290,16 +329,21 @@ def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) ->
 def planned_layout(
     current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own_split: str
 ) -> str | None:
-    """Return the plan's layers for each stage as a layout string, or None to leave the layers as they are.
+    """Return the plan's split of the layers as megatron-core's layout string, such as "Ettt|tL".
 
-    The layers are left as they are if the plan has none, or if the program splits them itself. If the
-    program's split differs from the plan's, print a line.
+    The plan is what holmes has decided for this job. It can say how many layers each pipeline stage has.
 
     Args:
         pipeline: Number of stages.
-        virtual: Number of chunks of layers on each stage.
+        virtual: Number of chunks of layers on each stage (interleaved schedule), or 1.
         layers: Number of transformer layers of the model.
-        own_split: The program's own split in words, or its layout; "" if it has none.
+        mtp_layers: Number of multi-token-prediction layers.
+        own_split: How the program itself splits the layers: its layout string, or the names of its arguments;
+            "" if it does not.
+
+    Returns:
+        None if the plan does not split the layers, or if the program does. If the two splits differ, a
+        message says that the program's is used.
 
     Raises:
         HolmesError: the plan's number of stages or of layers is not the job's.
@@ -308,48 +352,59 @@ def planned_layout(
     if not plan.stage_layers or pipeline == 1:
         return None
     layout = layout_of(plan.stage_layers, mtp_layers)
-    if own_split:
+    if own_split:  # the program's split is used
         if own_split != layout:
             text = f"your own ({own_split}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
             tell(current, f"layers for each stage: {text}", once=f"layers {own_split}")
         return None
-    if (entries := len(plan.stage_layers)) != pipeline * virtual:
-        raise _refusal(plan, f" has {entries} entries, but the job runs pipeline {pipeline} x virtual "
-                       f"pipeline {virtual}; make the plan for these sizes or give a layout of your own")
-    if (total := sum(plan.stage_layers)) != layers:
-        raise _refusal(plan, f" adds up to {total} layers, but the model has {layers}; make the plan for "
-                       "this model")
+    entries = len(plan.stage_layers)
+    if entries != pipeline * virtual:
+        raise _stage_layers_error(
+            plan,
+            f" has {entries} entries, but the job runs pipeline {pipeline} x virtual pipeline {virtual}; "
+            "make the plan for these sizes or give a layout of your own",
+        )
+    total = sum(plan.stage_layers)
+    if total != layers:
+        raise _stage_layers_error(
+            plan, f" adds up to {total} layers, but the model has {layers}; make the plan for this model"
+        )
     return layout
 
 
 def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
-    """Raise an error if a planned stage would end within a unit of layers that are recomputed together.
+    """Raise an error if a pipeline stage's planned layers cannot be grouped into units of recomputation.
+
+    With recompute_method "uniform", megatron-core recomputes units of recompute_num_layers layers.
 
     Args:
-        config: TransformerConfig, whose recompute_num_layers is the size of a unit.
-        cuts: Whether the installed megatron-core shortens a unit at the end of a stage; then there is no
-            error.
+        config: The TransformerConfig.
+        cuts: Whether the installed megatron-core allows a shorter unit at the end of a stage. If so, every
+            plan fits.
 
     Raises:
-        HolmesError: a stage's number of layers is not a multiple of the unit's.
+        HolmesError: a stage's number of layers is not a multiple of recompute_num_layers.
     """
-    if config.recompute_granularity != "full" or config.recompute_method != "uniform" or cuts:
+    recomputes_units = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+    if cuts or not recomputes_units:
         return
     unit = config.recompute_num_layers or 1
     if any(layers % unit for layers in plan.stage_layers):
         split = "+".join(map(str, plan.stage_layers))
-        raise _refusal(plan, f": stages of {split} layers are not whole units of the {unit} layers that are "
-                       "recomputed together; this megatron-core needs that: recompute_num_layers 1, or "
-                       "recompute_method block")
+        raise _stage_layers_error(
+            plan,
+            f": stages of {split} layers are not whole units of the {unit} layers that are recomputed "
+            "together; this megatron-core needs that: recompute_num_layers 1, or recompute_method block",
+        )
 
 
 @with_session
 @by_name
 def _set_layers_before_checks(current, call, instance):
-    """Set the plan's layers for each stage in a TransformerConfig, before megatron-core checks its fields.
+    """Set the layers that holmes planned for each pipeline stage in a TransformerConfig (`instance`).
 
-    TransformerConfig.__post_init__ checks the fields and derives others from them. Before it runs, each field
-    has the program's value and may still be changed.
+    This wrapper runs in place of TransformerConfig.__post_init__. call() runs that method, which checks the
+    fields and derives others from them. Until then each field has the program's value.
 
     Raises:
         HolmesError: the plan's stages or layers are not the model's, or this megatron-core cannot run them.
@@ -361,28 +416,34 @@ def _set_layers_before_checks(current, call, instance):
 
 
 def _set_planned_layers(current: session.Session, config: Any) -> None:
-    """Set the plan's layers in a TransformerConfig, unless the program splits the layers itself."""
+    """Set the layers that holmes planned for each pipeline stage, unless the program splits the layers.
+
+    Args:
+        config: TransformerConfig, before megatron-core has checked it.
+    """
     own_split = _split_of_program(config)
     mtp_layers = getattr(config, "mtp_num_layers", None) or 0
-    layout = planned_layout(
-        current,
-        config.pipeline_model_parallel_size,
-        config.virtual_pipeline_model_parallel_size or 1,
-        config.num_layers,
-        mtp_layers,
-        own_split,
-    )
+    pipeline = config.pipeline_model_parallel_size
+    virtual = config.virtual_pipeline_model_parallel_size or 1  # chunks of layers on each stage
+    layout = planned_layout(current, pipeline, virtual, config.num_layers, mtp_layers, own_split)
     stage_layers = current.plan.stage_layers
     if layout is not None:
         _set_split(current, config, layout)
-    # The program's own layout can be the plan's: with Megatron-LM, megatron_lm.py has set it as an argument.
-    if stage_layers and layout_of(stage_layers, mtp_layers) in (layout, own_split):
+    # A program's own layout equals the plan's if megatron_lm.py has set the plan's in Megatron-LM's
+    # arguments.
+    plan_is_used = stage_layers and layout_of(stage_layers, mtp_layers) in (layout, own_split)
+    if plan_is_used:
         refuse_cut_units(current.plan, config, cuts=_last_unit_may_be_shorter())
 
 
 def _split_of_program(config: Any) -> str:
-    """Return the program's own layout, or the fields by which it splits the layers; "" if it does not."""
-    # megatron-core before 0.13 has no layout.
+    """Return how the program itself splits the layers over the pipeline stages.
+
+    Returns:
+        Its pipeline_model_parallel_layout; or the names of the other fields that it has set to split layers;
+        or "".
+    """
+    # megatron-core before 0.13 has no such field.
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if layout is not None:
         return str(layout)
@@ -390,11 +451,17 @@ def _split_of_program(config: Any) -> str:
 
 
 def _set_split(current: session.Session, config: Any, layout: str) -> None:
-    """Set the plan's layers in a TransformerConfig by the fields that the installed version has."""
+    """Set the layers that holmes planned for each pipeline stage in a TransformerConfig.
+
+    Which fields are set depends on the installed version of megatron-core.
+
+    Args:
+        layout: The planned layers in the notation of pipeline_model_parallel_layout.
+    """
     if hasattr(config, "pipeline_model_parallel_layout"):
         config.pipeline_model_parallel_layout = layout
         return
-    # megatron-core before 0.13
+    # megatron-core before 0.13 only has fields for the first and the last stage.
     fields = ends_of(current, current.plan.stage_layers, config.pipeline_model_parallel_size)
     for name, value in fields.items():
         setattr(config, name, value)
@@ -402,10 +469,10 @@ def _set_split(current: session.Session, config: Any, layout: str) -> None:
 
 @functools.cache
 def _last_unit_may_be_shorter() -> bool:
-    """Return whether a stage's last unit of layers that are recomputed together may have fewer layers.
+    """Return whether a pipeline stage's number of layers need not be a multiple of recompute_num_layers.
 
-    A megatron-core that has the module megatron.core.recompute shortens that unit. Older versions look for
-    layers that are not on the stage.
+    Versions of megatron-core that have the module megatron.core.recompute shorten the last unit of layers
+    that are recomputed together. Older versions look for layers that are not on the stage.
 
     The answer is cached, because Megatron-LM's get_batch makes a TransformerConfig in every micro-batch.
     """

@@ -1,19 +1,24 @@
-"""Lets stages of megatron-core's 1F1B schedule send without waiting, and send less between clusters.
+"""Hides and shrinks the messages between pipeline stages of megatron-core's 1F1B schedule.
 
-A stage link is the connection between two neighbouring pipeline stages: activations travel forward over it,
-their gradients backward. Two features change these messages.
+Terms:
 
-Sends that do not wait (megatron-edges). The mailbox (runtime/groups/mailbox.py) does not wait for sends, and
-posts receives in advance, so that messages travel while the stages compute. A slow stage link is hidden if a
-stage runs more forward passes before its first backward pass: it then has more micro-batches in flight.
-megatron-core's schedule computes that number of warm-up passes as pp_group.size() - pp_group.rank() - 1,
-where pp_group is the group of its P2PCommunicator. _PlannedWarmUpGroup reports such a size that the result is
-the plan's number.
+    stage link    the network path between two neighbouring pipeline stages: activations travel forward over
+                  it, their gradients backward
+    mailbox       object that sends messages without waiting, and posts receives before they are needed
+                  (runtime/groups/mailbox.py)
+    in flight     micro-batches of which a stage has run the forward pass, but not yet the backward pass
+    slice         the part of an activation that one of t tensor-parallel ranks sends, 1 / t of its bytes
 
-Smaller messages (megatron-slices). Without sequence parallelism, all t tensor-parallel ranks of a stage have
-the same activation, and send it t times. Between clusters each of them sends 1 / t of it, its slice, and the
-receiving stage gathers the slices inside its node. --holmes-edges bf16 or int8 also compresses the slices. A
-Wire (runtime/groups/wire.py) says how tensors travel to one neighbour, and encodes and decodes them."""
+Hiding (feature megatron-edges). The mailbox transfers messages while the stages compute. To cover a slow
+stage link, a stage also runs more forward passes before its first backward pass: more micro-batches are then
+in flight. megatron-core computes the number of these warm-up passes from the size of a process group.
+_PlannedWarmUpGroup reports the size that yields the planned number.
+
+Shrinking (feature megatron-slices). Without sequence parallelism, all tensor-parallel ranks of a stage have
+the same activation, and megatron-core sends it from each of them. Between clusters each rank sends only its
+slice, and the ranks of the receiving stage gather the slices inside their node. --holmes-edges bf16 or int8
+also compresses the slices. A Wire (runtime/groups/wire.py) encodes and decodes the messages of one
+neighbour."""
 
 from __future__ import annotations
 
@@ -27,6 +32,7 @@ from holmes_ext.patches.engine.wrap import Running, by_name
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import EDGES, P2P_MODULE, SCHEDULES, SLICES
 from holmes_ext.patches.megatron.p2p import PARAMETERS, mailbox_of
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
@@ -36,7 +42,12 @@ from holmes_ext.runtime.groups.wire import PLAIN, Finish, Wire
 
 
 class _PlannedWarmUpGroup:
-    """Pipeline group of such a size that the schedule warms up for `in_flight` micro-batches."""
+    """Pipeline group that reports another size, so that megatron-core runs the planned warm-up passes.
+
+    Warm-up passes are the forward passes before the 1F1B schedule alternates forward and backward passes.
+    megatron-core computes their number as size() - rank() - 1, which is in_flight - 1 here. The first
+    alternating forward pass then brings the stage to `in_flight` micro-batches in flight.
+    """
 
     def __init__(self, group: Any, in_flight: int):
         is_last_stage = group.rank() == group.size() - 1
@@ -53,14 +64,15 @@ class _PlannedWarmUpGroup:
 
 
 class _Step:
-    """Messages of one training step between this rank and its neighbours, which the mailbox transfers.
+    """One training step's messages between this rank and the ranks of its neighbouring pipeline stages.
 
-    Kinds of messages are "F" for activations of a forward pass and "B" for gradients of a backward pass.
+    The mailbox transfers these messages: it does not wait for sends, and posts receives in advance. A message
+    is of kind "F" (activation of a forward pass) or of kind "B" (gradient of a backward pass).
     """
 
-    def __init__(self, box: Mailbox, flight: ReceiveOrder, stage: int, dtype: Any, device: Any):
-        self.box = box
-        self.in_flight = flight.in_flight  # planned micro-batches in flight, by stage
+    def __init__(self, mailbox: Mailbox, receive_order: ReceiveOrder, stage: int, dtype: Any, device: Any):
+        self.mailbox = mailbox
+        self.in_flight = receive_order.in_flight  # planned micro-batches in flight, by stage
         self.stage = stage
         self.dtype = dtype  # of the tensors that the schedule sends and receives
         self.device = device
@@ -69,60 +81,88 @@ class _Step:
         self.received_count = {"F": 0, "B": 0}
 
     def announce(self, shapes: Sequence[Any]) -> None:
-        """Announce to the mailbox the tensors that every micro-batch sends and receives."""
+        """Give the mailbox the shapes of the tensors that each micro-batch sends and receives.
+
+        The mailbox transfers the messages between this rank and its neighbouring pipeline stages. It posts
+        receives of these shapes in advance, and raises an error if a tensor of another shape is to be sent.
+        """
         import torch
 
         self.messages_per_pass = len(shapes)
+        # Tensors without memory: only their shapes and dtypes are read.
         tensors = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes]
-        for peer, direction in self.box.neighbours.items():
-            is_next_stage = direction > 0
-            sent_forms = [form_of(tensor) for tensor in tensors] if is_next_stage else ()
-            self.box.announce(sent_forms, peer)
-            wire = self.box.wire_to(peer)
-            encoded_buffers = [wire.incoming(tensor)[0] for tensor in tensors]
-            self.box.expect([form_of(buffer) for buffer in encoded_buffers], peer)
+        for peer, direction in self.mailbox.neighbours.items():
+            is_next_stage = direction == 1  # -1: the previous stage
+            if is_next_stage:
+                sent_forms = [form_of(tensor) for tensor in tensors]  # shape and dtype of each activation
+            else:
+                sent_forms = []  # sent gradients are not checked
+            self.mailbox.announce(sent_forms, peer)
+
+            wire = self.mailbox.wire_to(peer)  # encodes tensors for this neighbour, and decodes received ones
+            received_forms = []
+            for tensor in tensors:
+                encoded_buffer, _ = wire.incoming(tensor)
+                received_forms.append(form_of(encoded_buffer))
+            self.mailbox.expect(received_forms, peer)  # receives of these are posted in advance
 
     def send(self, kind: str, tensor: Any, peer: int) -> None:
-        """Send a tensor to a neighbour without waiting."""
+        """Send a tensor to a neighbouring pipeline stage without waiting, by the mailbox.
+
+        Args:
+            kind: "F" for an activation of a forward pass, "B" for a gradient of a backward pass.
+            peer: Rank on the neighbouring stage.
+        """
         micro_batch = self.sent_count[kind] // self.messages_per_pass
         self.sent_count[kind] += 1
-        self.box.unit = (kind, micro_batch)
-        self.box.send(tensor, peer)
+        self.mailbox.unit = (kind, micro_batch)  # the pass that sends; mailbox.send() reads it
+        self.mailbox.send(tensor, peer)
         is_last_message_of_pass = self.sent_count[kind] % self.messages_per_pass == 0
         if is_last_message_of_pass:
-            self.box.passed(kind, micro_batch)
+            self.mailbox.passed(kind, micro_batch)  # the mailbox may now post receives for later passes
 
     def recv(self, kind: str, shape: Any, peer: int) -> Any:
-        """Return the next tensor from a neighbour, once it is complete."""
+        """Wait for the next message of a neighbouring pipeline stage, and return the received tensor.
+
+        Args:
+            kind: "F" for an activation of a forward pass, "B" for a gradient of a backward pass.
+            peer: Rank on the neighbouring stage.
+        """
         import torch
 
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.box.recv(tensor, peer)
+        self.mailbox.recv(tensor, peer)
         micro_batch = self.received_count[kind] // self.messages_per_pass
         self.received_count[kind] += 1
-        # A message that has come shows that the neighbour has received earlier ones of this rank.
+        # The received message proves that the neighbour has received some earlier messages of this rank.
+        # arrived() lets the mailbox free their tensors.
         if kind == "B":
-            self.box.arrived("F", micro_batch)
+            # The gradient of a micro-batch is computed from the activation that this rank sent for it.
+            self.mailbox.arrived("F", micro_batch)
         else:
-            self.box.arrived("B", micro_batch - self.in_flight[self.stage - 1])
+            # A stage with k micro-batches in flight runs forward pass m after backward pass m - k.
+            in_flight_of_sender = self.in_flight[self.stage - 1]
+            last_used_gradient = micro_batch - in_flight_of_sender
+            self.mailbox.arrived("B", last_used_gradient)
         return tensor.requires_grad_()
 
 
-#: Training step whose messages the mailbox transfers now, or None. _schedule sets it. The wrappers of
-#: functions that the schedule calls read it, and do nothing of their own while it is None.
+#: The running training step, if the mailbox transfers its messages; else None. _schedule sets it. The other
+#: wrappers of this module read it, and only call megatron-core's function while it is None.
 _step: _Step | None = None
 
 
-def unsupported(config: Any, arguments: dict[str, Any]) -> str | None:
-    """Return why the mailbox cannot transfer the messages of a training step, or None if it can.
+def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
+    """Return a feature of the job, in words, with which the mailbox cannot transfer its messages, or None.
 
-    All ranks of a pipeline get the same answer.
+    The mailbox sends the messages between pipeline stages without waiting. It must know in advance which
+    tensors come. All ranks of a pipeline get the same answer.
 
     Args:
         config: The model's configuration.
-        arguments: Those of megatron-core's schedule function.
+        arguments: The arguments of megatron-core's schedule function, by name.
     """
-    reasons = {
+    is_used = {
         "the script brings its own P2PCommunicator": arguments.get("p2p_communicator") is not None,
         "shapes of messages are adjusted by the script": arguments.get("adjust_tensor_shapes_fn") is not None,
         "sequence lengths vary": bool(config.variable_seq_lengths),
@@ -131,24 +171,28 @@ def unsupported(config: Any, arguments: dict[str, Any]) -> str | None:
         "micro-batches are recomputed by their number in flight":
             config.num_microbatches_with_partial_activation_checkpoints is not None,
     }  # fmt: skip
-    return next((reason for reason, is_given in reasons.items() if is_given), None)
+    for feature, used in is_used.items():
+        if used:
+            return feature
+    return None
 
 
 @by_name
 def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communicator):
-    """Run a training step with the plan's number of micro-batches in flight, and its messages by the mailbox.
+    """Run a training step whose messages between stages are transferred by the mailbox.
 
-    megatron-core's forward_backward_pipelining_without_interleaving runs one step of the 1F1B schedule. While
-    it runs, `_step` is set: then the wrappers below, of functions that the schedule calls, change its number
-    of warm-up passes and transfer its messages. When the step ends, all its messages have been transferred.
+    The mailbox sends without waiting, and posts receives in advance. This wrapper runs in place of
+    megatron-core's forward_backward_pipelining_without_interleaving, which runs one step of the 1F1B
+    schedule; call() runs that function. While it runs, the global `_step` is set. The other wrappers of this
+    module read `_step`: they change the number of warm-up passes, and pass all messages to the mailbox.
 
-    In evaluation, or if the mailbox cannot be used (_new_step), megatron-core sends its messages itself.
+    In evaluation, and in jobs that the mailbox does not support, megatron-core sends the messages itself.
 
-    p2p_communicator is read through call.arguments(). It is among the parameters so that the feature is
-    switched off with a version of the schedule that lacks it.
+    p2p_communicator is not read here. It is a parameter because holmes switches a feature off if the
+    installed function lacks a parameter of the wrapper.
 
     Raises:
-        HolmesError: the plan lists the order of all passes, which this schedule cannot follow.
+        HolmesError: holmes's plan lists the order of all passes, which this schedule cannot follow.
     """
     global _step
     if forward_only:  # evaluation
@@ -161,22 +205,24 @@ def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communi
         result = call()
     finally:
         _step = None
-    step.box.end()
+    step.mailbox.end()  # wait until all messages of the step have been sent
     return result
 
 
 def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Step | None:
     """Open the mailbox for a training step; return None if megatron-core is to send the messages itself.
 
+    The mailbox sends the messages between pipeline stages without waiting, and posts receives in advance.
+
     Args:
         model: The model of this rank's stage, or a list of one.
-        arguments: Those of the schedule function.
+        arguments: The arguments of megatron-core's schedule function, by name.
 
     Raises:
-        HolmesError: the plan lists the order of all passes.
+        HolmesError: holmes's plan lists the order of all passes, which this schedule cannot follow.
     """
     current = session.active()
-    sizes = core.job.sizes
+    sizes = core.job.sizes  # parallel sizes
     if current is None or sizes is None:  # no plan describes this job
         return None
     if not network_api_of(backend_of()):  # a backend that chooses its networks itself, such as MPI
@@ -188,87 +234,102 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     chunk = model[0] if isinstance(model, list) else model
     config = get_model_config(chunk)
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
-    plan = current.plan_for(sizes)
-    receive_order = flight_of(plan, network_api_of(backend_of(pipeline_group)))
-    if isinstance(receive_order, ListedOrder):
-        raise HolmesError(
-            "the plan lists passes (--holmes-passes auto), which megatron-core cannot run; make it --for "
-            "deepspeed or torch, or without that option")
+    receive_order = _planned_receive_order(current, sizes, pipeline_group)
     if receive_order is None:  # the plan leaves the schedule as it is
         return None
-    reason = unsupported(config, arguments)
-    if reason is not None:
-        tell(current, f"megatron-core's own pipeline sends are used: {reason}", once=True)
+    feature = unsupported_feature(config, arguments)
+    if feature is not None:
+        tell(current, f"megatron-core's own pipeline sends are used: {feature}", once=True)
         return None
     if isinstance(pipeline_group, list):  # the rank is in several pipelines
         return None
 
-    box = mailbox_of(pipeline_group)
+    mailbox = mailbox_of(pipeline_group)
     wires = wires_of(config)
     device = next(chunk.parameters()).device
-    # The mailbox calls wire_to(neighbour) for every message, to encode or decode it.
-    box.wire_to = lambda peer: wires.get(peer, PLAIN)
-    box.begin(receive_order, micro_batches, torch.empty(0, device=device))
-    return _Step(box, receive_order, pipeline_group.rank(), config.pipeline_dtype, device)
+    # The mailbox calls wire_to(rank of a neighbour) for the Wire that encodes or decodes a message. PLAIN
+    # leaves messages as they are.
+    mailbox.wire_to = lambda peer: wires.get(peer, PLAIN)
+    mailbox.begin(receive_order, micro_batches, torch.empty(0, device=device))
+    return _Step(mailbox, receive_order, pipeline_group.rank(), config.pipeline_dtype, device)
+
+
+def _planned_receive_order(
+    current: session.Session, sizes: Sizes, pipeline_group: Any
+) -> ReceiveOrder | None:
+    """Return when pipeline stages post their receives, or None if holmes is not to change the schedule.
+
+    holmes's plan for this job has such an order if stages are to have other numbers of micro-batches in
+    flight than in megatron-core's own schedule.
+
+    Raises:
+        HolmesError: the plan lists the order of all passes, which megatron-core's schedule cannot follow.
+    """
+    receive_order = flight_of(current.plan_for(sizes), network_api_of(backend_of(pipeline_group)))
+    if isinstance(receive_order, ListedOrder):
+        raise HolmesError(
+            "the plan lists passes (--holmes-passes auto), which megatron-core cannot run; make it --for "
+            "deepspeed or torch, or without that option")
+    return receive_order
 
 
 @by_name
 def _plan_warm_up(call, instance):
-    """Give a P2PCommunicator, once constructed, a group from which the schedule computes the planned warm-up.
+    """Make the 1F1B schedule run the planned number of warm-up passes.
 
-    The schedule runs one forward pass for each micro-batch in flight before its first backward pass. It
-    computes their number from the size of the communicator's group (see _PlannedWarmUpGroup). The
-    communicator itself has been constructed with the real group.
+    This wrapper runs in place of P2PCommunicator.__init__, which call() runs. The schedule makes a
+    P2PCommunicator in every step, and computes its number of warm-up passes (forward passes before the first
+    backward pass) from the size of the communicator's pp_group. Therefore pp_group is replaced here by a
+    group that reports another size.
     """
     call()
-    if _step is not None:
-        planned = _step.in_flight[_step.stage]
-        instance.pp_group = _PlannedWarmUpGroup(instance.pp_group, planned)
+    if _step is not None:  # a training step runs, whose messages the mailbox transfers
+        planned_in_flight = _step.in_flight[_step.stage]
+        instance.pp_group = _PlannedWarmUpGroup(instance.pp_group, planned_in_flight)
 
 
 @by_name
 def _announce(call, instance):
-    """Announce to the mailbox the shapes of the tensors that a micro-batch of this step sends and receives.
+    """Give the mailbox the shapes of the tensors that each micro-batch sends and receives.
 
-    megatron-core's get_tensor_shapes returns these shapes to the schedule. The mailbox posts receives for
-    them in advance, and raises an error if a tensor of another shape is to be sent.
+    This wrapper runs in place of megatron-core's get_tensor_shapes, which call() runs. The schedule calls
+    that function before the first message of a step. The mailbox, which transfers the step's messages, posts
+    receives of these shapes in advance, and raises an error if a tensor of another shape is to be sent.
+
+    Returns:
+        The shapes, unchanged.
     """
     shapes = call()
-    if _step is not None:
+    if _step is not None:  # a training step runs, whose messages the mailbox transfers
         _step.announce(shapes)
     return shapes
 
 
 @by_name
 def _communicate(
-    call,
-    instance,
-    tensor_send_next,
-    tensor_send_prev,
-    recv_prev,
-    recv_next,
-    tensor_shape,
-    wait_on_reqs,
+    call, instance, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs
 ):
-    """Transfer the messages of one P2PCommunicator._communicate by the mailbox, in a training step.
+    """Pass the schedule's messages to the mailbox, which does not wait for sends.
 
-    The schedule sends and receives all its messages in this method, which waits for both. The mailbox does
-    not wait for sends, and has posted the receives in advance.
+    This wrapper runs in place of P2PCommunicator._communicate, through which megatron-core's 1F1B schedule
+    sends and receives all its messages. If the mailbox does not transfer the messages now, such as in
+    evaluation, call() runs that method.
 
-    wait_on_reqs has no effect, because received tensors are complete on return. It is among the parameters so
-    that refuse_unknown() accepts it.
+    wait_on_reqs has no effect, because received tensors are complete on return. It is a parameter so that
+    call.refuse_unknown() accepts it.
 
     Returns:
         The tensor from the previous stage, the tensor from the next stage, and None for requests to wait for.
     """
     step = _step
-    if step is None:
+    if step is None:  # the mailbox does not transfer the messages now
         return call()
-    call.refuse_unknown()  # arguments that a later megatron-core adds would have no effect here
+    # Raise an error if the caller gave an argument that this wrapper does not have: it would have no effect.
+    call.refuse_unknown()
     if tensor_send_next is not None:
-        step.send("F", tensor_send_next, instance.next_rank)
+        step.send("F", tensor_send_next, instance.next_rank)  # "F": activation of a forward pass
     if tensor_send_prev is not None:
-        step.send("B", tensor_send_prev, instance.prev_rank)
+        step.send("B", tensor_send_prev, instance.prev_rank)  # "B": gradient of a backward pass
     from_previous = None
     if recv_prev:
         from_previous = step.recv("F", tensor_shape, instance.prev_rank)
@@ -284,10 +345,10 @@ _running_communicators = Running()
 
 
 class _DecodingRequest:
-    """Request for a message, whose wait() also decodes what was received."""
+    """Request of a send or receive, whose wait() also decodes the received message."""
 
     def __init__(self, work: Any, finish: Finish | None, keep: Any = None):
-        self._work = work  # the framework's request, or None if another request waits for the transfer
+        self._work = work  # torch's request, or None if another request waits for the transfer
         self._finish = finish  # decodes the received message into the schedule's tensor, or None
         self._keep = keep  # tensors whose memory must not be freed before the message has been transferred
 
@@ -303,9 +364,11 @@ class _DecodingRequest:
 
 
 def wires_of(config: Any) -> dict[int, Wire]:
-    """Return the Wire of each neighbour with which this rank exchanges slices or compressed activations.
+    """Return for each neighbouring pipeline stage the Wire that encodes and decodes its messages.
 
-    Messages to other neighbours travel as they are. All ranks of a stage get wires of the same kind.
+    A Wire cuts an activation into one slice for each tensor-parallel rank, or compresses it. A neighbour
+    without a Wire exchanges whole, uncompressed tensors with this rank. All ranks of a stage get wires of the
+    same kind.
 
     Args:
         config: The model's configuration.
@@ -314,7 +377,7 @@ def wires_of(config: Any) -> dict[int, Wire]:
         Rank of the neighbour -> Wire.
     """
     current = session.active()
-    sizes = core.job.sizes
+    sizes = core.job.sizes  # parallel sizes
     if current is None or sizes is None or not registry().is_on(SLICES.name):
         return {}
     from megatron.core import parallel_state
@@ -335,34 +398,36 @@ def wires_of(config: Any) -> dict[int, Wire]:
     wires = {}
     for neighbour, link_index in ((next_stage, stage), (previous_stage, stage - 1)):
         link = stage_links[link_index % len(stage_links)]
-        # With sequence parallelism the tensor ranks have different slices already.
+        # With sequence parallelism the tensor-parallel ranks have different slices already.
         parts = 1 if config.sequence_parallel else link.slices
-        if parts == 1 and link.narrow == "off":
+        compression = link.narrow  # "off", "bf16" or "int8"
+        if parts == 1 and compression == "off":
             continue
         wires[ranks[neighbour]] = Wire(
             parts=parts,
-            place=tensor_group.rank(),
-            group=tensor_group,
-            narrow=link.narrow,
-            edge=f"stage {stage}'s edge to stage {neighbour}",
+            place=tensor_group.rank(),  # the slice that this rank sends
+            group=tensor_group,  # over which received slices are gathered
+            narrow=compression,
+            edge=f"stage {stage}'s edge to stage {neighbour}",  # for error messages
         )
     return wires
 
 
 @by_name
 def _exchange(call, instance, group):
-    """Send and receive encoded tensors, slices or compressed ones, in place of those that the schedule gave.
+    """Encode the tensors that the schedule sends to other clusters, and decode those that it receives.
 
-    This wraps megatron-core's two functions that start transfers. _p2p_ops returns a dict of requests, and
-    the schedule waits for each when it needs its tensor. _batched_p2p_ops returns a list, whose requests the
-    schedule waits for in order.
+    An encoded tensor is this rank's slice of an activation, or compressed, or both. This wrapper runs in
+    place of the two functions by which megatron-core starts transfers; call() runs the original with encoded
+    tensors. _p2p_ops returns a dict of requests, and the schedule waits for each when it needs its tensor.
+    _batched_p2p_ops returns a list of requests, for which the schedule waits in order.
 
     Returns:
-        Requests of the same form, which also decode what was received.
+        Requests in a dict or a list like that of the original, whose wait() also decodes.
     """
     from megatron.core import parallel_state
 
-    wires = {}
+    wires = {}  # rank of a neighbour -> Wire, which encodes and decodes its messages
     if group is parallel_state.get_pipeline_model_parallel_group():
         wires = wires_of(_running_communicators.instances[-1].config)
     arguments = call.arguments()
@@ -385,6 +450,20 @@ def _exchange(call, instance, group):
             decoders[f"recv_{side}"] = decode
 
     requests = call(**encoded_arguments)
+    return _decoding_requests(requests, decoders, sent_tensors)
+
+
+def _decoding_requests(
+    requests: dict[str, Any] | list[Any], decoders: dict[str, Finish], sent_tensors: list[Any]
+) -> dict[str, Any] | list[Any]:
+    """Return requests for which the schedule waits, and which then also decode the received messages.
+
+    Args:
+        requests: The requests of torch.distributed: a dict by names like "recv_prev", or a list in the order
+            in which the schedule waits.
+        decoders: Name of a request -> function that decodes its message.
+        sent_tensors: Tensors that must be kept until they have been sent.
+    """
     if isinstance(requests, dict):
         return {
             name: _DecodingRequest(work, decoders.get(name), keep=sent_tensors)

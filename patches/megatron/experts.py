@@ -1,12 +1,19 @@
-"""megatron-core's experts (MoE) live where `holmes plan --experts` placed them (--holmes-experts FILE).
+"""Places the experts of megatron-core's MoE layers as `holmes plan --experts` planned (--holmes-experts).
 
-    stock    expert e: rank e // n of its expert-parallel group, slot e % n       n experts on each rank
-    placed   slot s of all ranks, one after the other, holds expert order[s]
+Each rank of an expert-parallel group has n slots, one for each of its experts:
 
-Once a layer is made, its router's rows and its experts' weights change places: only an expert's number is
-another. Checkpoints hold the placed order; one saved without it is trained on in its own, which costs traffic
-and changes nothing else. A slot's weights at a time are gathered over the expert-parallel group: (its ranks)
-x (an expert's bytes) beside the model. Over NCCL: read, not run."""
+    megatron-core    slot j of rank i holds expert i n + j
+    placed           slot j of rank i holds expert order[i n + j], where `order` comes from the file
+
+Once a layer has been constructed, the weights of its experts are moved to the planned slots, and the rows of
+its router are reordered accordingly. The layer computes the same as before. Only the numbers of the experts
+change, and thereby the rank to which tokens are sent.
+
+Checkpoints contain the experts in the placed order. A job may resume from a checkpoint that was saved without
+placing: its results are right, but it sends more between clusters.
+
+Moving needs memory for one expert of each rank of the group. It has been tested over gloo; over NCCL it has
+not run."""
 
 from __future__ import annotations
 
@@ -21,7 +28,7 @@ from holmes_ext.patches.megatron.features import EXPERTS
 from holmes_ext.plan.experts.traffic import ExpertOrder, load_order
 from holmes_ext.runtime import session
 
-#: Of TEGroupedMLP's linear layers: weight3, bias3 are those of its slot 3.
+#: Names of parameters in TEGroupedMLP's linear layers, with the slot: weight3 and bias3 belong to slot 3.
 _GROUPED = re.compile(r"(.*\.)(?:weight|bias)(\d+)$")
 #: Buffers and parameters of a router that have a row for each expert.
 _ROWS = ("weight", "bias", "expert_bias", "local_tokens_per_expert")
@@ -31,33 +38,36 @@ _load = cache(load_order)
 
 @by_name
 def _layer_numbered(call, instance):
-    """Place the experts of a MoE layer as planned, once its number is known.
+    """Place the experts of a MoE layer as planned, once the layer has its number.
 
-    BaseMoELayer.set_layer_number is the last step in which a transformer layer constructs its experts. The
-    file of --holmes-experts has an order for each layer number. A layer whose number is set again is not
-    placed a second time.
+    This wrapper runs in place of BaseMoELayer.set_layer_number, which call() runs. It is the last step in the
+    construction of a MoE layer. The file of --holmes-experts says for each layer number in which order the
+    experts stand. If the number is set again, the layer's experts stay where they are.
     """
     call()
     current = session.active()
-    if current is None or hasattr(instance, "holmes_placed"):
+    is_placed = hasattr(instance, "holmes_placed")
+    if current is None or is_placed:
         return
     path = current.options.experts
-    placement = _load(path)
+    placement = _load(path)  # cached: all layers read the same file
     order = placement.of(instance.layer_number)
     if order is not None:
         place(instance, order, placement, path)
         instance.holmes_placed = True
 
 
-def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> None:
+def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str) -> None:
     """Move the weights of a MoE layer's experts to the slots that `order` gives them.
 
-    This is a collective over the layer's expert-parallel group.
+    A slot is the place of one expert on a rank. All ranks of the layer's expert-parallel group must call this
+    function.
 
     Args:
-        order: The expert of each slot, counted over all ranks of the group.
-        given: The whole placement, for how many ranks it was made.
-        path: Its file, for messages.
+        layer: The MoE layer.
+        order: The expert of each slot. Slots are counted over all ranks of the group.
+        placement: The placement of all layers, which says for how many ranks it was made.
+        path: File of the placement, for error messages.
 
     Raises:
         HolmesError: the order does not fit the layer; raised on all ranks of the group.
@@ -69,44 +79,82 @@ def place(layer: Any, order: tuple[int, ...], given: ExpertOrder, path: str) -> 
     per_rank = layer.num_local_experts
     slots = _slots(layer.experts, per_rank)
     where = f"{path}, MoE layer {layer.layer_number}"
-    if (given.ranks, len(order)) != (ranks, ranks * per_rank):
-        raise HolmesError(f"{where}: it is for {len(order)} experts on {given.ranks} ranks, this layer has "
-                          f"{ranks * per_rank} on {ranks}")
+    if (placement.ranks, len(order)) != (ranks, ranks * per_rank):
+        raise HolmesError(f"{where}: it is for {len(order)} experts on {placement.ranks} ranks, this layer "
+                          f"has {ranks * per_rank} on {ranks}")
     if layer.config.moe_router_num_groups:
         raise HolmesError(f"{where}: the router chooses among groups of experts that are neighbours "
                           "(moe_router_num_groups)")
     if slots is None:
         raise HolmesError(f"{where}: experts of {type(layer.experts).__name__} are not supported; use "
                           "moe_grouped_gemm with Transformer Engine, or no grouped GEMM")
-    mine = order[dist.get_rank(layer.ep_group) * per_rank :][:per_rank]
     with torch.no_grad():
-        flat = [_for_group(torch.cat([p.detach().flatten() for p in slot]), layer.ep_group) for slot in slots]
-        for source in range(per_rank):
-            gathered = [torch.empty_like(flat[source]) for _ in range(ranks)]
-            dist.all_gather(gathered, flat[source], group=layer.ep_group)
-            for slot, expert in zip(slots, mine):
-                if expert % per_rank == source:
-                    pieces = gathered[expert // per_rank].split([p.numel() for p in slot])
-                    for parameter, piece in zip(slot, pieces):
-                        parameter.data.copy_(piece.view_as(parameter))
+        _move_weights(slots, order, layer.ep_group)
         for name in _ROWS:
             rows = getattr(layer.router, name, None)
             if rows is not None:
                 rows.data.copy_(rows.data[torch.tensor(order, device=rows.device)])
 
 
-def _for_group(values: Any, group: Any) -> Any:
-    """On a device of the group's backend: NCCL cannot read those of use_cpu_initialization."""
+def _move_weights(slots: list[list[Any]], order: tuple[int, ...], group: Any) -> None:
+    """Exchange weights in the expert-parallel group, so that each slot has those of its planned expert.
+
+    Args:
+        slots: The parameters in each slot (place of one expert) of this rank.
+        order: The expert of each slot. Slots are counted over all ranks of the group.
+        group: The expert-parallel group.
+    """
+    import torch
+    import torch.distributed as dist
+
+    per_rank = len(slots)
+    first_slot = dist.get_rank(group) * per_rank
+    planned_experts = order[first_slot : first_slot + per_rank]  # of this rank
+    # Copies of the weights, because the loop below overwrites the parameters.
+    own_weights = []
+    for slot in slots:
+        flat = torch.cat([parameter.detach().flatten() for parameter in slot])
+        own_weights.append(_on_device_of(group, flat))
+
+    # megatron-core has expert e in slot e % per_rank of rank e // per_rank.
+    for source_slot in range(per_rank):
+        gathered = [torch.empty_like(own_weights[source_slot]) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, own_weights[source_slot], group=group)
+        for slot, expert in zip(slots, planned_experts):
+            if expert % per_rank != source_slot:
+                continue
+            weights = gathered[expert // per_rank]
+            pieces = weights.split([parameter.numel() for parameter in slot])
+            for parameter, piece in zip(slot, pieces):
+                parameter.data.copy_(piece.view_as(parameter))
+
+
+def _on_device_of(group: Any, values: Any) -> Any:
+    """Return a tensor on a device that a process group can send from, copied to the GPU if necessary.
+
+    NCCL cannot send tensors in the memory of the host. Parameters are there under use_cpu_initialization.
+    """
     import torch
 
-    here = values.device.type in {device.type for device in group._device_types}
-    return values if here else values.to(torch.device("cuda", torch.cuda.current_device()))
+    device_types = {device.type for device in group._device_types}
+    if values.device.type in device_types:
+        return values
+    return values.to(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _slots(experts: Any, count: int) -> list[list[Any]] | None:
-    """The parameters of each local expert, in one order; None where they cannot be told apart."""
+    """Return the parameters of each local expert, in the same order for all experts.
+
+    Args:
+        experts: The module with all experts of this rank.
+        count: Number of these experts.
+
+    Returns:
+        None if a parameter belongs to several experts.
+    """
     if hasattr(experts, "local_experts"):
         return [list(expert.parameters()) for expert in experts.local_experts]
+    # TEGroupedMLP: one module with the parameters of all experts, such as weight3.
     slots: list[list[Any]] = [[] for _ in range(count)]
     for name, parameter in experts.named_parameters():
         match = _GROUPED.match(f".{name}")

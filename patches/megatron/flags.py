@@ -1,5 +1,8 @@
-"""holmes's flags in the parsers of Megatron-LM and Megatron-DeepSpeed, from whose sys.argv it strips them: in
---help, and in the args that checkpoints record."""
+"""Adds the --holmes flags to the argument parsers of Megatron-LM and Megatron-DeepSpeed.
+
+holmes reads its flags and removes them from sys.argv before the program starts. They are added to the
+program's parser for two reasons: --help then lists them, and checkpoints record them with all other
+arguments."""
 
 from __future__ import annotations
 
@@ -14,65 +17,92 @@ from holmes_ext.words import nearest
 
 
 def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParser:
-    """Add the --holmes flags to a parser, and the plan's digest and nodes as arguments without flags.
+    """Add the --holmes flags to a parser, and two arguments without a flag: the plan's digest and nodes.
 
-    The flags were stripped from sys.argv before, therefore their values become the defaults. Checkpoints
-    record all arguments. The help texts of both programs have a bare "%", with which argparse ends --help in
-    a traceback: it is escaped.
+    The plan is what holmes has decided for this job, for example which rank runs on which node.
+    The flags themselves have been removed from sys.argv. Therefore their values become the defaults. As
+    arguments they are recorded in checkpoints.
+
+    Returns:
+        The parser.
     """
     group = parser.add_argument_group("holmes", "one job over several clusters with different NICs")
     group.add_argument(PREFIX, action="store_true", default=True, help="switch holmes on")
     for name in NAMES:
-        group.add_argument(flag(name), default=getattr(current.options, name), choices=CHOICES.get(name),
-                           help=HELP[name].replace("%", "%%"))
+        value = getattr(current.options, name)
+        help_text = HELP[name].replace("%", "%%")
+        group.add_argument(flag(name), default=value, choices=CHOICES.get(name), help=help_text)
     parser.set_defaults(holmes_plan_digest=current.plan.digest, holmes_nodes=list(current.plan.nodes))
-    for action in parser._actions:
-        try:
-            (action.help or "") % {**vars(action), "prog": parser.prog}
-        except (ValueError, TypeError, KeyError):
-            action.help = (action.help or "").replace("%", "%%")
+    _escape_percent_signs(parser)
     return parser
+
+
+def _escape_percent_signs(parser: ArgumentParser) -> None:
+    """Escape "%" in those help texts of a parser that argparse cannot format.
+
+    argparse formats a help text with the % operator. Some texts of Megatron-LM and Megatron-DeepSpeed have a
+    bare "%", with which --help ends in a traceback.
+    """
+    for action in parser._actions:
+        help_text = action.help or ""
+        try:
+            help_text % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = help_text.replace("%", "%%")
 
 
 @with_session
 @by_name
 def _teach_megatron_lm(current, call, instance):
-    """Add the --holmes flags, and the plan's layers, to the parser that Megatron-LM fills.
+    """Add the --holmes flags, and the plan's layers, to Megatron-LM's argument parser.
 
-    pretrain() of its main branch takes no extra_args_provider. Therefore the flags are added after
-    add_megatron_arguments, through which all versions build their parser.
+    This wrapper runs in place of add_megatron_arguments, which call() runs and which returns the parser. All
+    versions build their parser by that function. The usual way, an extra_args_provider of pretrain(), does
+    not exist on Megatron-LM's main branch.
     """
     parser = call()
-    add_flags(parser, current).set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
+    add_flags(parser, current)
+    parser.set_defaults(holmes_stage_layers=list(current.plan.stage_layers))  # recorded in checkpoints
     return parser
 
 
 @with_session
 @by_name
 def _teach_megatron_deepspeed(current, call, instance, extra_args_provider):
-    """Parse Megatron-DeepSpeed's arguments with a group of --holmes flags.
+    """Add the --holmes flags to Megatron-DeepSpeed's argument parser.
 
-    Its parse_args calls extra_args_provider with the parser. The program's own provider is called first.
+    This wrapper runs in place of parse_args, which call() runs. parse_args calls its argument
+    extra_args_provider with the parser. Here it gets a provider that first calls the program's own, and then
+    adds the flags.
     """
 
     def provider(parser, *args, **kwargs):
-        extended = parser
         if extra_args_provider is not None:
-            extended = extra_args_provider(parser, *args, **kwargs)
-        return tell_near_misses(add_flags(extended, current))
+            parser = extra_args_provider(parser, *args, **kwargs)
+        return tell_near_misses(add_flags(parser, current))
 
     return call(extra_args_provider=provider)
 
 
 def tell_near_misses(parser):
-    """Make the parser's usage error name the --holmes flag that a misspelt flag resembles."""
+    """Make a parser suggest the --holmes flag that a misspelt flag resembles, in its usage error.
+
+    Returns:
+        The parser.
+    """
     usage_error = parser.error
-    flags = [PREFIX, *map(flag, NAMES)]
+    holmes_flags = [PREFIX, *map(flag, NAMES)]
 
     def error(message):
-        named = [item.partition("=")[0] for item in message.split() if item.startswith("--")]
-        near = [f"{name}: did you mean {match}?" for name in named if (match := nearest(name, flags, 0.75))]
-        usage_error("; ".join([message, *near]))
+        parts = [message]
+        for word in message.split():
+            if not word.startswith("--"):
+                continue
+            misspelt = word.partition("=")[0]  # without the value
+            match = nearest(misspelt, holmes_flags, 0.75)  # None if none is similar
+            if match:
+                parts.append(f"{misspelt}: did you mean {match}?")
+        usage_error("; ".join(parts))
 
     parser.error = error
     return parser

@@ -1,16 +1,25 @@
-"""Joined jobs of megatron-core: the outer step comes between the inner optimizer's and the copy of the main
-weights to the model's (under FP32Optimizer, whose parameters are the model's, after the inner one).
+"""Joins training jobs of megatron-core: several jobs that train one model exchange weights now and then.
 
-A step that gradients which are not finite prevent does not count. The row is the model's parameters in its
-own order, distributed optimizer or not. What is not tried is refused: experts, float8, FSDP, offload.
+Each job takes inner steps with its own optimizer. Every few inner steps, an outer step combines the jobs'
+changes of the weights (as in DiLoCo; holmes_ext/runtime/outer). This module wraps three kinds of functions:
 
-Jobs of Megatron-LM and Megatron-DeepSpeed read parts of one data set (--holmes-outer part=k/K):
+    get_megatron_optimizer               remember the model's parameters, whose names and order all jobs share
+    step() of each optimizer class       join the other jobs, before the first step
+    _copy_main_params_to_model_params    run the outer step. The inner step has just changed the main weights
+                                         (float32), which are then copied to the model's weights.
 
-    build_train_valid_test_datasets    asks for K times as many samples: all jobs build the same index of them
-    build_pretraining_data_loader      sees samples k, k + K, k + 2 K, ... of it as its data set
+FP32Optimizer copies nothing: the outer step follows its inner step.
 
-So no sample is read twice, whatever the samplers and batch sizes; consumed_samples stay the job's own. The
-same index needs the same --train-samples (or iterations x batch) and --seed."""
+A step that overflow prevents does not count. Models with experts, float8 parameters, Megatron-FSDP or
+offloaded optimizers are refused.
+
+Joined jobs of Megatron-LM and Megatron-DeepSpeed can share a data set (--holmes-outer part=k/K):
+
+    build_train_valid_test_datasets    builds K times the samples, so that all jobs have the same index
+    build_pretraining_data_loader      sees samples k, k + K, k + 2 K, ... of it
+
+Thus no sample is read twice, whatever the jobs' batch sizes. The jobs need equal --train-samples (or
+iterations x batch) and --seed."""
 
 from __future__ import annotations
 
@@ -29,17 +38,18 @@ _OWNER = "megatron-core"
 
 #: The chunks of the model whose optimizer was constructed last.
 _chunks: list[Any] = []
-#: Not empty while MixedPrecisionOptimizer takes a step that no overflow prevents. Inside it, the inner step
-#: comes first, then _copy_main_params_to_model_params().
+#: Its list of instances is not empty while MixedPrecisionOptimizer takes a step that no overflow prevents.
+#: Such a step runs the inner optimizer, then _copy_main_params_to_model_params().
 _mixed_steps = Running()
 
 
 @by_name
-def _remember(call, instance, model_chunks):
-    """Remember the model's chunks when get_megatron_optimizer constructs their optimizer.
+def _remember_chunks(call, instance, model_chunks):
+    """Remember the chunks of the model, whose parameters joined jobs exchange.
 
-    They have the names and the order of the weights that joined jobs exchange. The registration comes before
-    the torch optimizer inside, whose steps are not counted on their own.
+    This wrapper runs in place of get_megatron_optimizer, which call() runs. That function constructs the
+    optimizer of these chunks, around an optimizer of torch. reserve() makes only the steps of megatron-core's
+    optimizer count as steps of the job, not those of torch's.
     """
     training.reserve(_OWNER)
     _chunks[:] = model_chunks
@@ -47,44 +57,51 @@ def _remember(call, instance, model_chunks):
 
 
 @by_name
-def _step(call, instance):
-    """Join the outer training before the first step of megatron-core's optimizer.
+def _join_before_step(call, instance):
+    """Join the other jobs, with which this job exchanges weights, before the optimizer's first step.
 
-    The step() of every optimizer class is wrapped. An optimizer that contains others is called before those,
-    so that the adapter is made for the outermost one.
+    This wrapper runs in place of step() of each optimizer class, which call() runs. A chained optimizer steps
+    others inside its own step(). claim() only acts in the first call, which is that of the outermost one.
     """
     training.claim(_OWNER, lambda: _adapter(instance))
     return call()
 
 
 @by_name
-def _before_copy(call, instance):
-    """Run the outer step after the inner step, before main weights are copied to the model's weights.
+def _outer_step_before_copy(call, instance):
+    """Run the outer step, which combines the weights of joined jobs, before main weights are copied.
 
-    _copy_main_params_to_model_params is called elsewhere too, as after loading a checkpoint: only the call
-    inside a step counts.
+    This wrapper runs in place of _copy_main_params_to_model_params, which call() runs: it copies the float32
+    main weights to the model's weights. A call outside an optimizer step, such as after loading a checkpoint,
+    runs no outer step.
     """
-    if _mixed_steps.instances:
-        _stepped()
+    is_in_step = bool(_mixed_steps.instances)
+    if is_in_step:
+        _report_step()
     return call()
 
 
 @by_name
-def _fp32_step(call, instance):
-    """Run the outer step after a step of FP32Optimizer, whose main weights are the model's own."""
+def _outer_step_after_step(call, instance):
+    """Run the outer step, which combines the weights of joined jobs, after a step of FP32Optimizer.
+
+    This wrapper runs in place of FP32Optimizer.step_with_ready_grads, which call() runs. That optimizer steps
+    the model's own weights. Therefore nothing is copied afterwards.
+    """
     result = call()
-    _stepped()
+    _report_step()
     return result
 
 
-def _stepped() -> None:
-    """Count a step, weighted by the samples that this rank has read, or by 1 if that number is not known.
+def _report_step() -> None:
+    """Report a finished inner step to the outer training, which runs an outer step if one is due.
 
-    It is known if the program uses megatron-core's calculator of micro-batches.
+    The outer step weights each job by the samples that it has read. Their number comes from megatron-core's
+    calculator of micro-batches. If the program does not use that calculator, each step has weight 1.
     """
     from megatron.core import num_microbatches_calculator
 
-    if training.owner() != _OWNER:
+    if training.owner() != _OWNER:  # another framework's optimizer contains megatron-core's
         return
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     samples = 1.0
@@ -94,97 +111,135 @@ def _stepped() -> None:
 
 
 def _adapter(optimizer: Any) -> training.FrameworkAdapter:
+    """Return the object by which the outer training reads and writes the weights of this rank."""
     from megatron.core import parallel_state
 
     sizes = {
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(), "chunks": len(_chunks),
-    }  # fmt: skip
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "chunks": len(_chunks),
+    }
     return training.FrameworkAdapter(
-        "megatron-core", lambda: _weights(_real(optimizer)[0]),
-        lambda: next(_chunks[0].parameters()).device,
-        agreed={"sizes": sizes}, refusal=lambda settings: refusal(optimizer, settings, sizes),
-    )  # fmt: skip
+        "megatron-core",
+        weights=lambda: _weights(_stepping_optimizers(optimizer)[0]),
+        device=lambda: next(_chunks[0].parameters()).device,
+        agreed={"sizes": sizes},  # must be equal in all joined jobs
+        refusal=lambda settings: refusal(optimizer, settings, sizes),
+    )
 
 
-def _real(optimizer: Any) -> list[Any]:
-    """The optimizers inside a chained one that step something."""
+def _stepping_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers in a chained optimizer that have parameters to step on this rank."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [inner for inner in chained if not inner.is_stub_optimizer]
 
 
 def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> str | None:
-    real = _real(optimizer)
-    if len(real) != 1:
-        return f"it has {len(real)} optimizers (experts, or chunks apart), of which one is supported"
-    inner = real[0]
-    config, ddp = inner.config, getattr(inner, "ddp_config", None)
-    if getattr(ddp, "use_megatron_fsdp", False) or getattr(config, "use_precision_aware_optimizer", False):
+    """Return why a job with this optimizer cannot exchange weights with other jobs, or None if it can.
+
+    Args:
+        settings: How the jobs exchange weights (--holmes-outer).
+        sizes: Number of pipeline stages, tensor-parallel ranks and chunks of the model, by name.
+    """
+    optimizers = _stepping_optimizers(optimizer)
+    if len(optimizers) != 1:
+        return f"it has {len(optimizers)} optimizers (experts, or chunks apart), of which one is supported"
+    inner = optimizers[0]
+    config = inner.config
+    ddp_config = getattr(inner, "ddp_config", None)
+    if getattr(ddp_config, "use_megatron_fsdp", False):
         return "Megatron-FSDP and the precision-aware optimizer are not supported"
-    if getattr(config, "optimizer_cpu_offload", False) or getattr(ddp, "fp8_param_gather", False):
+    if getattr(config, "use_precision_aware_optimizer", False):
+        return "Megatron-FSDP and the precision-aware optimizer are not supported"
+    if getattr(config, "optimizer_cpu_offload", False) or getattr(ddp_config, "fp8_param_gather", False):
         return "offloaded optimizers and float8 parameters are not supported"
-    tied = any(getattr(p, "shared_embedding", False) for chunk in _chunks for p in chunk.parameters())
-    return training.refusal_of_copies(settings, sizes, tied)
+    parameters = [parameter for chunk in _chunks for parameter in chunk.parameters()]
+    is_tied = any(getattr(parameter, "shared_embedding", False) for parameter in parameters)
+    return training.refusal_of_copies(settings, sizes, is_tied)
 
 
 def _weights(optimizer: Any) -> training.WeightShards:
+    """Return the main weights that an optimizer steps on this rank, as views that the outer step changes."""
     from megatron.core import parallel_state
 
-    named = {p: f"chunk {k} {name}" for k, chunk in enumerate(_chunks)
-             for name, p in chunk.named_parameters() if p.requires_grad}
-    parts, places = [], []
-    for p, first, flat in _pieces(optimizer):
-        parts.append((named[p], first, flat.detach().view(-1)))
-        places.append((flat, flat.data_ptr()))
-    tensors = [(name, tuple(p.shape), "float32") for p, name in named.items()]
+    names = {}  # parameter -> name, in the model's order
+    for index, chunk in enumerate(_chunks):
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad:
+                names[parameter] = f"chunk {index} {name}"
+
+    parts = []  # name, index of the first element, flat view of the main weights
+    addresses = []
+    for parameter, first_element, main in _main_weights(optimizer):
+        parts.append((names[parameter], first_element, main.detach().view(-1)))
+        addresses.append((main, main.data_ptr()))
+
+    def have_moved() -> bool:
+        return any(main.data_ptr() != address for main, address in addresses)
+
+    tensors = [(name, tuple(parameter.shape), "float32") for parameter, name in names.items()]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     position = f"pipeline {stage}, tensor {parallel_state.get_tensor_model_parallel_rank()}"
-    return training.WeightShards(position, tensors, parts,
-                                 lambda: any(flat.data_ptr() != at for flat, at in places))
+    return training.WeightShards(position, tensors, parts, moved=have_moved)
 
 
-def _pieces(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Each parameter that this rank steps something of, the first element of that, and the main weights."""
-    distributed = hasattr(optimizer, "shard_fp32_from_float16_groups")
-    if distributed:
-        pairs = [(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-                 (optimizer.model_fp32_groups, optimizer.shard_fp32_groups)]
+def _main_weights(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
+    """Yield the main weights that an optimizer steps on this rank.
+
+    Yields:
+        A parameter of the model; the index of its first element that this rank steps, which is 0 except with
+        the distributed optimizer; and the main weights of the elements that this rank steps.
+    """
+    is_distributed = hasattr(optimizer, "shard_fp32_from_float16_groups")
+    if is_distributed:
+        pairs = [
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        ]
     elif hasattr(optimizer, "fp32_from_float16_groups"):
-        pairs = [(optimizer.float16_groups, optimizer.fp32_from_float16_groups),
-                 (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups)]
-    else:
+        pairs = [
+            (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+            (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
+        ]
+    else:  # FP32Optimizer: the model's weights are the main weights
         groups = [group["params"] for group in optimizer.optimizer.param_groups]
         pairs = [(groups, groups)]
-    for models, mains in pairs:
-        for model_group, main_group in zip(models, mains):
-            for p, main in zip(model_group, main_group):
-                yield p, optimizer._get_model_param_range_map(p)["param"].start if distributed else 0, main
+    for model_groups, main_groups in pairs:
+        for model_group, main_group in zip(model_groups, main_groups):
+            for parameter, main in zip(model_group, main_group):
+                first_element = 0
+                if is_distributed:
+                    first_element = optimizer._get_model_param_range_map(parameter)["param"].start
+                yield parameter, first_element, main
 
 
 @by_name
 def _enlarge(call, instance, build_train_valid_test_datasets_provider):
     """Build data sets that are large enough for all joined jobs together.
 
-    build_train_valid_test_datasets calls the program's provider with the numbers of samples that this job
-    needs. Here they are multiplied by the number of jobs, so that all jobs build the same index of samples.
-    Each job then reads its part of the index (_share_out).
+    Joined jobs train one model; with --holmes-outer part=k/K, each of K jobs reads every K-th sample of one
+    data set. This wrapper runs in place of build_train_valid_test_datasets, which call() runs. That function
+    calls the program's provider with the numbers of samples that one job needs. Here these numbers are
+    multiplied by K, so that all jobs build the same index of samples.
     """
-    _, parts = training.part()
-    if parts == 1:
+    _, job_count = training.part()
+    if job_count == 1:
         return call()
 
-    def provider(numbers, *others, **named):
-        enlarged = [None if number is None else number * parts for number in numbers]
-        return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *others, **named)
+    def provider(numbers, *args, **kwargs):
+        # None stands for all samples of a data set.
+        enlarged = [None if number is None else number * job_count for number in numbers]
+        return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *args, **kwargs)
 
     return call(build_train_valid_test_datasets_provider=provider)
 
 
 @by_name
 def _share_out(call, instance, dataset):
-    """Construct the data loader for this job's part of the data set.
+    """Construct the data loader with this job's part of the data set.
 
-    build_pretraining_data_loader then samples only every K-th sample, with K joined jobs.
+    This wrapper runs in place of build_pretraining_data_loader, which call() runs. If K jobs share the data
+    set, the part has every K-th sample; else it is the whole data set.
     """
     return call(dataset=part_of(dataset))
 
@@ -195,14 +250,16 @@ OPTIMIZER_STEPS = tuple(f"{_OPTIMIZER}{name}.step"
                         for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"))
 PATCHES = (
     Patch(JOINED, "megatron.core.optimizer:get_megatron_optimizer", "names and order of the weights",
-          _remember),
-    *(Patch(JOINED, target, "before the first step the job joins", _step) for target in OPTIMIZER_STEPS),
+          _remember_chunks),
+    *(Patch(JOINED, target, "before the first step the job joins", _join_before_step)
+      for target in OPTIMIZER_STEPS),
     Patch(JOINED, f"{_OPTIMIZER}MixedPrecisionOptimizer.step_with_ready_grads", "only in a real step",
           _mixed_steps),
-    *(Patch(JOINED, f"{holder}.{_COPY}", "main weights are new here", _before_copy)
+    *(Patch(JOINED, f"{holder}.{_COPY}", "main weights are new here", _outer_step_before_copy)
       for holder in (f"{_OPTIMIZER}Float16OptimizerWithFloat16Params",
                      "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer")),
-    Patch(JOINED, f"{_OPTIMIZER}FP32Optimizer.step_with_ready_grads", "the weights are new here", _fp32_step),
+    Patch(JOINED, f"{_OPTIMIZER}FP32Optimizer.step_with_ready_grads", "the weights are new here",
+          _outer_step_after_step),
     *(Patch(feature, f"{module}:build_train_valid_test_datasets",
             "the jobs' parts together are the data set", _enlarge)
       for feature, module in ((JOINED_LM_DATA, "megatron.training.training"),

@@ -1,5 +1,13 @@
-"""Megatron-LM's own training loop under a plan: its layers and overlap in the arguments, as if they had been
-on the command line, and in checkpoints: what does not fit is one line."""
+"""Sets the plan's layers and overlap in Megatron-LM's arguments, and checks the plan of its checkpoints.
+
+A plan is what holmes has decided for one job, such as the number of layers of each pipeline stage. Three
+functions of Megatron-LM are wrapped:
+
+    validate_args            Before, the plan's values are set in the parsed arguments, as if the user had
+                             given them on the command line.
+    check_checkpoint_args    After, a message says if the checkpoint was saved under another plan.
+    load_checkpoint          If the checkpoint is another model's, the job ends with one line instead of a
+                             traceback of each rank."""
 
 from __future__ import annotations
 
@@ -15,8 +23,8 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.start.refusal import told_once
 
-#: Arguments by which a user splits the layers.
-_OWN_SPLITS = (
+#: Arguments by which a user splits the layers over the pipeline stages.
+_SPLIT_ARGUMENTS = (
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "num_layers_per_virtual_pipeline_stage",
@@ -26,10 +34,11 @@ _OWN_SPLITS = (
 @with_session
 @by_name
 def _validate(current, call, instance, args):
-    """Set the plan's layers and overlap in Megatron-LM's arguments, before they are validated.
+    """Set what holmes planned in Megatron-LM's parsed arguments, before they are validated.
 
-    validate_args checks the arguments and derives others from them. The plan's values thus have the same
-    effect as on the command line.
+    The plan has the number of layers of each pipeline stage, and whether gradient reductions overlap.
+    This wrapper runs in place of validate_args, which call() runs. That function checks the arguments and
+    derives others from them. The plan's values thus have the same effect as on the command line.
     """
     _set_layout(current, args)
     _set_overlap(current, args)
@@ -37,37 +46,62 @@ def _validate(current, call, instance, args):
 
 
 def _set_layout(current: session.Session, args) -> None:
-    """--pipeline-model-parallel-layout from the plan, unless user or model class split the layers."""
-    if getattr(args, "hybrid_layer_pattern", None) or not args.num_layers:
+    """Set --pipeline-model-parallel-layout to the layers that holmes planned for each pipeline stage.
+
+    If the user has split the layers, the user's split stays.
+    Hybrid models stay as they are: a pattern of their own arranges their layers.
+    """
+    is_hybrid_model = bool(getattr(args, "hybrid_layer_pattern", None))
+    if is_hybrid_model or not args.num_layers:
         return
-    splits = {name: value for name in _OWN_SPLITS if (value := getattr(args, name, None))}
-    own_split = ", ".join(str(value) if name.endswith("layout") else name for name, value in splits.items())
     pipeline = args.pipeline_model_parallel_size
+    # Chunks of layers on each stage; more than 1 with the interleaved schedule.
     virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     virtual = virtual or max(1, len(current.plan.stage_layers) // pipeline)
-    layout = megatron_core.planned_layout(current, pipeline, virtual, args.num_layers,
-                                          args.mtp_num_layers or 0, own_split)
+    layout = megatron_core.planned_layout(
+        current, pipeline, virtual, args.num_layers, args.mtp_num_layers or 0, _split_of_user(args)
+    )
     if layout is not None:
         args.pipeline_model_parallel_layout = layout
-        args.num_virtual_stages_per_pipeline_rank = None  # the layout says it; the two exclude each other
+        # Megatron-LM derives this number from the layout, and refuses both arguments together.
+        args.num_virtual_stages_per_pipeline_rank = None
+
+
+def _split_of_user(args) -> str:
+    """Return the user's layout, and the names of the other arguments by which the user splits the layers."""
+    parts = []
+    for name in _SPLIT_ARGUMENTS:
+        value = getattr(args, name, None)
+        if value:
+            parts.append(str(value) if name.endswith("layout") else name)
+    return ", ".join(parts)
 
 
 def _set_overlap(current: session.Session, args) -> None:
-    """--overlap-grad-reduce (and the gather) where some stage's reduction would be waited for. With
-    --align-grad-reduce, the default, only the first stage overlaps: off when a later one has to."""
+    """Set --overlap-grad-reduce and --overlap-param-gather if holmes planned an overlap for a pipeline stage.
+
+    Gradient reductions then overlap with the backward pass. With the distributed optimizer this changes its
+    buckets. Therefore nothing is set if the job's checkpoints depend on the buckets, and a message tells
+    the user how to change that.
+    """
     sizes = current.plan.sizes
-    stages = [stage.overlap for stage in current.stages(sizes, args.distributed_backend)] if sizes else []
-    if not any(stages) or args.use_megatron_fsdp or args.use_torch_fsdp2:
+    if not sizes or args.use_megatron_fsdp or args.use_torch_fsdp2:
+        return
+    overlaps = [reduction.overlap for reduction in current.stages(sizes, args.distributed_backend)]
+    if not any(overlaps):
         return
     if args.use_distributed_optimizer:
-        free = not (args.load or args.save) or getattr(args, "dist_ckpt_optim_fully_reshardable", False)
-        megatron_reduction.checkpoints_allow_buckets = free
-        if not megatron_reduction.may_bucket_optimizer(current):
-            megatron_reduction.tell_that_buckets_stay(current, "--dist-ckpt-optim-fully-reshardable, or ")
+        has_checkpoints = bool(args.load or args.save)
+        is_fully_reshardable = getattr(args, "dist_ckpt_optim_fully_reshardable", False)
+        # may_change_optimizer_buckets() reads this, and reduction.py when it sets the buckets.
+        megatron_reduction.checkpoints_allow_buckets = not has_checkpoints or is_fully_reshardable
+        if not megatron_reduction.may_change_optimizer_buckets(current):
+            megatron_reduction.warn_that_buckets_stay(current, "--dist-ckpt-optim-fully-reshardable, or ")
             return
     args.overlap_grad_reduce = True
-    if any(stages[1:]):
-        args.align_grad_reduce = False
+    later_stage_overlaps = any(overlaps[1:])
+    if later_stage_overlaps:
+        args.align_grad_reduce = False  # its default, True, lets only the first stage overlap
     if args.use_distributed_optimizer and not args.overlap_param_gather_with_optimizer_step:
         args.overlap_param_gather = True
 
@@ -75,7 +109,11 @@ def _set_overlap(current: session.Session, args) -> None:
 @with_session
 @by_name
 def _compare_plans(current, call, instance, checkpoint_args):
-    """Run megatron's check of the model, then print a line if the checkpoint was saved under another plan.
+    """Check a checkpoint's arguments, and print a line if it was saved under another plan of holmes.
+
+    This wrapper runs in place of Megatron-LM's check_checkpoint_args, which call() runs: it raises an
+    AssertionError if the checkpoint is another model's. `checkpoint_args` are the arguments of the job that
+    saved the checkpoint. Among them are the digest and the layers of its plan.
 
     Raises:
         HolmesError: megatron's check failed; the error names the argument that differs, in one line.
@@ -83,12 +121,13 @@ def _compare_plans(current, call, instance, checkpoint_args):
     try:
         result = call()
     except AssertionError as error:
+        # told_once() makes only one rank print the error.
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
-    digest = getattr(checkpoint_args, "holmes_plan_digest", None)
-    if digest not in (None, current.plan.digest):
+    saved_digest = getattr(checkpoint_args, "holmes_plan_digest", None)  # None: saved without holmes
+    if saved_digest not in (None, current.plan.digest):
         saved_layers = _describe_layers(getattr(checkpoint_args, "holmes_stage_layers", ()))
         own_layers = _describe_layers(current.plan.stage_layers)
-        plans = (f"{digest[:8]}, layers for each stage: {saved_layers}; "
+        plans = (f"{saved_digest[:8]}, layers for each stage: {saved_layers}; "
                  f"here {current.plan.digest[:8]}, {own_layers}")
         tell(current,
              f"the checkpoint was saved under another plan ({plans}); it loads where the layers match")
@@ -96,10 +135,11 @@ def _compare_plans(current, call, instance, checkpoint_args):
 
 
 def _describe_layers(stage_layers: Iterable[int]) -> str:
+    """Return numbers of layers in the form "3+1"; "megatron's own" if there are none."""
     return "+".join(map(str, stage_layers)) or "megatron's own"
 
 
-#: What dist_checkpointing/strategies/torch.py says of tensors that the checkpoint has not, or not so.
+#: Parts of torch's error messages about tensors that a checkpoint lacks, or has with another shape.
 _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 
 
@@ -108,20 +148,24 @@ _OTHER_MODEL = ("Global shape mismatch", "from model not in state dict")
 def _load(current, call, instance):
     """Load a checkpoint; if it is another model's, end the job with one line instead of many tracebacks.
 
+    This wrapper runs in place of Megatron-LM's load_checkpoint, which call() runs.
+
     Raises:
         HolmesError: tensors of the checkpoint are missing or have other shapes.
     """
     try:
         return call()
     except BaseException as error:
-        # Either megatron's error or torch's CheckpointException, which has the errors of all ranks and is no
-        # Exception.
-        lines = [line.strip() for line in str(error).splitlines()
-                 if any(words in line for words in _OTHER_MODEL)]
+        # torch's CheckpointException, which has the errors of all ranks, is a BaseException but no Exception.
+        lines = []
+        for line in str(error).splitlines():
+            if any(words in line for words in _OTHER_MODEL):
+                lines.append(line.strip())
         if not lines:
             raise
-        raise told_once(HolmesError(f"--load: the checkpoint is another model's: {lines[0][:300]}"),
-                        "--load") from None
+        refusal = HolmesError(f"--load: the checkpoint is another model's: {lines[0][:300]}")
+        # Only one rank prints the error. Ranks can name different tensors: "--load" makes it the same error.
+        raise told_once(refusal, "--load") from None
 
 
 PATCHES = (

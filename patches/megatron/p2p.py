@@ -1,14 +1,17 @@
-"""Sends megatron-core's messages between pipeline stages over the fastest network that both stages have.
+"""Sends the messages between two pipeline stages over the fastest network that both stages have.
 
 megatron-core sends all messages between stages over one process group, the pipeline group. If the pipeline
-spans several clusters, that group uses Ethernet, also between two stages that share InfiniBand. Therefore
-each pair of neighbouring stages gets a group of its own here. megatron-core starts its messages in two ways:
+spans several clusters, that group uses Ethernet, even between two stages that share InfiniBand. Therefore
+this module gives each pair of neighbouring stages a process group of its own.
 
-    batched      all messages of a rank as one batch, by _batched_p2p_ops
-    unbatched    each send and receive by itself, by _p2p_ops
+megatron-core starts messages by one of two functions, and this module wraps both:
 
-If edges.py runs the training steps, its mailbox has two groups for each pair of stages, one for activations
-and one for gradients. The messages of evaluation, which the mailbox does not send, then use the former."""
+    _batched_p2p_ops    all messages of a rank as one batch
+    _p2p_ops            each send and each receive by itself (unbatched)
+
+If megatron-edges is on (edges.py), the messages of training steps do not pass through these functions, but
+through a mailbox: an object that sends without waiting. The mailbox has two groups for each pair of stages,
+one for activations and one for gradients. Messages of evaluation then use the group of activations."""
 
 from __future__ import annotations
 
@@ -27,20 +30,20 @@ from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_a
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.members import pair_group, pair_groups
 
-#: Order in which megatron-core's _p2p_ops starts messages, by the rank's position in the pipeline. With these
-#: two orders, a rank starts a send while its neighbour starts the matching receive.
+#: Order in which megatron-core's _p2p_ops starts messages, at even and at odd positions in the pipeline. Of
+#: two neighbours one is at an even position: while it starts a send, the other starts the matching receive.
 _ORDER_AT_EVEN_POSITIONS = ("send_next", "recv_prev", "send_prev", "recv_next")
 _ORDER_AT_ODD_POSITIONS = ("recv_prev", "send_next", "recv_next", "send_prev")
 
 
 @dataclass
 class _NeighbourGroups:
-    """This rank's process groups for messages to neighbouring stages, in place of one pipeline group."""
+    """Process groups in which this rank exchanges messages with its neighbouring pipeline stages."""
 
-    #: Rank of a neighbour -> group of the two ranks. A neighbour that is missing is reached by the pipeline
-    #: group.
+    #: Rank of a neighbour -> group of this rank and the neighbour. If a neighbour is missing, its messages
+    #: use the pipeline group.
     by_peer: dict[int, Any] = field(default_factory=dict)
-    #: With two stages: a second group of the same ranks, for unbatched messages that the second stage sends.
+    #: With two stages: a second group of the two ranks, for unbatched messages from the second stage.
     second_group: Any = None
 
 
@@ -51,28 +54,29 @@ _mailboxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary(
 
 
 def mailbox_of(pipeline_group: Any) -> Mailbox:
-    """Return this rank's mailbox for its neighbours in a pipeline group.
+    """Return this rank's mailbox, which sends messages to neighbouring pipeline stages without waiting.
 
-    The first call makes the mailbox and its process groups. All ranks of the pipeline group must make that
-    call.
+    The first call for a pipeline group makes the mailbox and its process groups. All ranks of the pipeline
+    group must make that call.
     """
     if pipeline_group not in _mailboxes:
         ranks = group_ranks(pipeline_group)
         own_rank = ranks[pipeline_group.rank()]
         stage_of_rank = {rank: stage for stage, rank in enumerate(ranks)}
-        neighbours = zip(ranks, ranks[1:])
-        _mailboxes[pipeline_group] = mailbox.of_pairs(neighbours, own_rank, stage_of_rank, pipeline_group)
+        pairs = zip(ranks, ranks[1:])  # of neighbouring stages
+        _mailboxes[pipeline_group] = mailbox.of_pairs(pairs, own_rank, stage_of_rank, pipeline_group)
     return _mailboxes[pipeline_group]
 
 
 def neighbour_groups_of(pipeline_group: Any) -> _NeighbourGroups:
-    """Return this rank's groups for its neighbours in a pipeline group.
+    """Return the process groups in which this rank exchanges messages with neighbouring pipeline stages.
 
-    The first call makes these groups. All ranks of the pipeline group must make that call.
+    The first call for a pipeline group makes the process groups. All ranks of the pipeline group must make
+    that call.
     """
     if pipeline_group not in _neighbour_groups:
         current = session.active()
-        if current is None:
+        if current is None:  # holmes is off
             groups = _NeighbourGroups()
         else:
             groups = _make_neighbour_groups(current, pipeline_group)
@@ -81,7 +85,11 @@ def neighbour_groups_of(pipeline_group: Any) -> _NeighbourGroups:
 
 
 def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _NeighbourGroups:
-    """Make this rank's groups for its neighbours in a pipeline group, if the plan needs any."""
+    """Make the process groups in which this rank exchanges messages with neighbouring pipeline stages.
+
+    Returns:
+        No groups if the pipeline group itself uses the fastest network between neighbouring stages.
+    """
     ranks = group_ranks(pipeline_group)
     network_api = network_api_of(backend_of(pipeline_group))
     if len(ranks) < 2 or current.rank not in ranks:
@@ -90,20 +98,21 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
         return _NeighbourGroups()
     mailbox_is_used = registry().is_on(EDGES.name) and not _interleaved()
     if mailbox_is_used:
+        # The mailbox, which sends the messages of training steps, has groups already.
         return _NeighbourGroups(by_peer=mailbox_of(pipeline_group).by_peer)
     if len(ranks) > 2:
         return _NeighbourGroups(by_peer=pair_groups(current, pipeline_group))
-    # The pipeline group is the pair of stages. megatron-core sends unbatched messages in the two directions
-    # over two groups, of which the second is the group of all ranks. Its network can be slower than the
-    # pair's.
-    if pair_needs_group(current.plan, ranks, range(current.plan.world_size), network_api):
+    # With two stages, the pipeline group is the group of the pair. But megatron-core sends the unbatched
+    # messages of one direction over the group of all ranks, whose network can be slower.
+    all_ranks = range(current.plan.world_size)
+    if pair_needs_group(current.plan, ranks, all_ranks, network_api):
         second_group = pair_group(ranks, "pipeline twin", pipeline_group)
         return _NeighbourGroups(second_group=second_group)
     return _NeighbourGroups()
 
 
 def _interleaved() -> bool:
-    """Return whether each stage has several chunks of layers, a schedule that edges.py does not support."""
+    """Return whether each pipeline stage has several chunks of layers (interleaved schedule)."""
     from megatron.core import parallel_state
 
     return (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1
@@ -111,30 +120,30 @@ def _interleaved() -> bool:
 
 @by_name
 def _batched(call, instance, group, prev_pipeline_rank, next_pipeline_rank):
-    """Start the messages to and from the next stage as one batch, those of the previous stage as another.
+    """Start the messages of each neighbouring pipeline stage as a batch in the group of this pair of stages.
 
-    megatron-core's _batched_p2p_ops starts the messages of both neighbours as one batch over the pipeline
-    group. A batch runs over a single group, and each neighbour has a group of its own here. Therefore the
-    wrapped function is called twice: once without the tensors for one neighbour, once without those for the
-    other.
+    This wrapper runs in place of megatron-core's _batched_p2p_ops, which starts the messages of both
+    neighbours as one batch over the pipeline group. A batch runs over a single group, and each neighbour has
+    a group of its own. Therefore the original function, which call() runs, is called twice: once without
+    the tensors of the previous stage, once without the tensors of the next stage.
 
     Ranks at even positions in the pipeline start with the next stage, ranks at odd positions with the
-    previous one. Thus an even and an odd neighbour start their common batch at the same time.
+    previous stage. Thus two neighbours start their common batch at the same time.
 
     Returns:
         The requests of both batches.
     """
     groups = neighbour_groups_of(group)
-    if not groups.by_peer:
+    if not groups.by_peer:  # the pipeline group itself uses the fastest network
         return call()
 
     def exchange_with_previous():
-        pair = groups.by_peer.get(prev_pipeline_rank, group)
-        return call(tensor_send_next=None, tensor_recv_next=None, group=pair)
+        group_of_pair = groups.by_peer.get(prev_pipeline_rank, group)
+        return call(tensor_send_next=None, tensor_recv_next=None, group=group_of_pair)
 
     def exchange_with_next():
-        pair = groups.by_peer.get(next_pipeline_rank, group)
-        return call(tensor_send_prev=None, tensor_recv_prev=None, group=pair)
+        group_of_pair = groups.by_peer.get(next_pipeline_rank, group)
+        return call(tensor_send_prev=None, tensor_recv_prev=None, group=group_of_pair)
 
     is_at_odd_position = group.rank() % 2 == 1
     if is_at_odd_position:
@@ -154,21 +163,19 @@ def _unbatched(
     prev_pipeline_rank,
     next_pipeline_rank,
 ):
-    """Start each send and receive over the process group of its pair of stages.
+    """Start each send and receive in the process group of its pair of pipeline stages.
 
-    megatron-core's _p2p_ops starts the same sends and receives, in the same order, over the pipeline group.
-
-    With two stages, _p2p_ops sends in one direction over the pipeline group and in the other over the group
-    of all ranks, so that the two directions do not wait for each other. Here a second group of the same two
-    ranks replaces the group of all ranks, because that one may use a slower network.
+    This wrapper runs in place of megatron-core's _p2p_ops, which starts the same messages in the same order
+    over the pipeline group.
 
     Returns:
         The requests, by names like "send_next".
     """
     groups = neighbour_groups_of(group)
-    if not groups.by_peer and groups.second_group is None:
+    if not groups.by_peer and groups.second_group is None:  # the pipeline group uses the fastest network
         return call()
-    call.refuse_unknown()  # arguments that a later megatron-core adds would have no effect here
+    # Raise an error if the caller gave an argument that this wrapper does not have: it would have no effect.
+    call.refuse_unknown()
     import torch.distributed as dist
 
     tensors = {
@@ -179,12 +186,6 @@ def _unbatched(
     }
     is_at_odd_position = group.rank() % 2 == 1
     order = _ORDER_AT_ODD_POSITIONS if is_at_odd_position else _ORDER_AT_EVEN_POSITIONS
-
-    def group_for(peer, sender_is_at_odd_position):
-        if groups.second_group is not None and sender_is_at_odd_position:
-            return groups.second_group
-        return groups.by_peer.get(peer, group)
-
     requests = {}
     for name in order:
         tensor = tensors[name]
@@ -193,13 +194,30 @@ def _unbatched(
         direction, side = name.split("_")
         peer = prev_pipeline_rank if side == "prev" else next_pipeline_rank
         if direction == "send":
-            message_group = group_for(peer, sender_is_at_odd_position=is_at_odd_position)
+            message_group = _group_of_message(groups, group, peer, is_send=True)
             requests[name] = dist.isend(tensor, peer, group=message_group)
         else:
-            # The sender is a neighbour, whose position is even if this rank's is odd.
-            message_group = group_for(peer, sender_is_at_odd_position=not is_at_odd_position)
+            message_group = _group_of_message(groups, group, peer, is_send=False)
             requests[name] = dist.irecv(tensor, peer, group=message_group)
     return requests
+
+
+def _group_of_message(groups: _NeighbourGroups, pipeline_group: Any, peer: int, is_send: bool) -> Any:
+    """Return the process group for one unbatched message between this rank and a neighbouring stage's rank.
+
+    With two stages, each direction has a group, so that the two directions do not wait for each other. The
+    first stage sends in the pipeline group, and the second stage in a second group of the same two ranks.
+
+    Args:
+        groups: This rank's groups for its neighbours.
+        peer: Rank of the neighbour.
+        is_send: Whether this rank is the sender.
+    """
+    if groups.second_group is None:
+        return groups.by_peer.get(peer, pipeline_group)
+    is_second_stage = pipeline_group.rank() == 1
+    sender_is_second_stage = is_second_stage if is_send else not is_second_stage
+    return groups.second_group if sender_is_second_stage else pipeline_group
 
 
 #: Parameters that _p2p_ops and _batched_p2p_ops must have: wrappers of these functions read or replace them.

@@ -1,13 +1,23 @@
-"""--holmes-profile under megatron-core, whose schedules call forward_step, backward_step and p2p.
+"""Measures layers, messages and gradient reductions of a megatron-core job, for --holmes-profile.
 
-    a step     from one call of a forward_backward schedule to the next; "optimizer": all that lies between
-    "reduce"   config.finalize_model_grads_func: what is left of the reduction, and the embeddings' all-reduce
+--holmes-profile N measures N training steps and writes a profile, from which `holmes plan --profile` plans.
+The measuring itself is done by a Profiler (holmes_ext/runtime/measure/profiler.py). This module tells the
+Profiler when each part of a step begins and ends:
 
-The interleaved schedule runs a stage's layers in chunks, which the partition's costs do not describe."""
+    step                 from the start of a forward_backward schedule to the start of the next one
+    forward, backward    forward_step and backward_step of one micro-batch; the Profiler divides the time over
+                         the layers
+    send, receive        functions or methods of megatron-core's p2p_communication, including waiting
+    reduce               config.finalize_model_grads_func: the part of the gradient reduction that no backward
+                         pass hides, and the all-reduce of shared embeddings
+    optimizer            from the end of a schedule to the start of the next one
+
+The interleaved schedule is refused: it runs a stage's layers in chunks, which a profile cannot describe."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -20,42 +30,64 @@ from holmes_ext.runtime.measure.profiler import Profiler, profiler
 
 
 class _State:
-    """Of this process: its profiler while it measures; done once the profile is written."""
+    """What this process measures for --holmes-profile."""
 
-    profiler: Profiler | None = None
-    open = ExitStack()  # the step, and what lies between its schedule and the next
-    done = False
+    profiler: Profiler | None = None  # None: before the first step, and once the profile has been written
+    #: Spans that stay open when the wrapper of a schedule returns: the step and its part "optimizer". The
+    #: wrapper closes them when the next schedule begins.
+    open_spans = ExitStack()
+    is_finished = False  # whether the profile has been written
 
 
 state = _State()
 
 
 def layers_of(model: Any) -> list[tuple[str | int, Any]]:
-    """(label, module) of one stage's model, as they run: embedding, layers, what follows the last one."""
+    """Return the layers of one pipeline stage's model, in the order of the forward pass.
+
+    Returns:
+        (label, module) of each layer. The label is "before" for embeddings, the number of a transformer layer
+        in the whole model (from 0), and "after" for the final norm and the output layer.
+    """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     modules = dict(model.named_modules())
-    embeddings = [name for name in modules if name.endswith("embedding") and name.count("embedding") == 1]
-    last = ("final_layernorm", "final_norm", "output_layer")
-    return [
-        *(("before", modules[name]) for name in embeddings),
-        *((module.layer_number - 1, module) for module in modules.values()
-          if isinstance(module, TransformerLayer)),
-        *(("after", module) for name, module in modules.items()
-          if name.rpartition(".")[2] in last and module is not None),
-    ]
+    embeddings: list[tuple[str | int, Any]] = []
+    transformer_layers: list[tuple[str | int, Any]] = []
+    last_layers: list[tuple[str | int, Any]] = []
+    for name, module in modules.items():
+        is_outermost_embedding = name.endswith("embedding") and name.count("embedding") == 1
+        if is_outermost_embedding:
+            embeddings.append(("before", module))
+        if isinstance(module, TransformerLayer):
+            transformer_layers.append((module.layer_number - 1, module))  # layer_number starts at 1
+        own_name = name.rpartition(".")[2]
+        if own_name in ("final_layernorm", "final_norm", "output_layer") and module is not None:
+            last_layers.append(("after", module))
+    return [*embeddings, *transformer_layers, *last_layers]
 
 
 def gradient_bytes(model: Any) -> dict[str | int, float]:
-    """Bytes of each layer's gradients in the reduction: in 32 bits unless the program chose otherwise."""
-    wide = getattr(getattr(model, "ddp_config", None), "grad_reduce_in_fp32", True)
+    """Return how many bytes of gradients each layer of a pipeline stage adds to the gradient reduction.
+
+    Gradients have 4 bytes an element, or the parameter's type if the program set grad_reduce_in_fp32=False. A
+    parameter that several layers share counts only for the first one.
+
+    Returns:
+        Label of a layer (see layers_of) -> bytes.
+    """
+    ddp_config = getattr(model, "ddp_config", None)
+    is_float32 = getattr(ddp_config, "grad_reduce_in_fp32", True)
     by_label: dict[str | int, float] = {}
     counted: set[int] = set()
     for label, module in layers_of(model):
-        new = [p for p in module.parameters() if p.requires_grad and id(p) not in counted]
-        counted.update(map(id, new))
-        size = sum(p.numel() * (4 if wide else p.element_size()) for p in new)
-        by_label[label] = by_label.get(label, 0.0) + size
+        by_label.setdefault(label, 0.0)
+        for parameter in module.parameters():
+            if not parameter.requires_grad or id(parameter) in counted:
+                continue
+            counted.add(id(parameter))
+            element_bytes = 4 if is_float32 else parameter.element_size()
+            by_label[label] += parameter.numel() * element_bytes
     return by_label
 
 
@@ -64,17 +96,15 @@ def gradient_bytes(model: Any) -> dict[str | int, float]:
 def _schedule(current, call, instance, model, num_microbatches, seq_length, micro_batch_size, forward_only):
     """Measure a training step, from the start of its schedule to the start of the next one.
 
-    megatron-core's forward_backward functions run the passes of one step; the program then calls the
-    optimizer by itself. Therefore a step stays open when its schedule returns, as a span named "optimizer",
-    and ends when the next schedule begins. After the last measured step the profile is written.
-
-    The schedule calls config.finalize_model_grads_func to reduce gradients: while it runs, that is a function
-    which measures the reduction.
+    This wrapper runs in place of megatron-core's forward_backward functions, which call() runs. Such a
+    function runs the passes of one step. The program then calls the optimizer itself. Therefore the step's
+    span stays open when this wrapper returns, and its next call closes the span. After the last measured
+    step, that call writes the profile.
 
     Raises:
-        HolmesError: the schedule is interleaved, which the profile does not describe.
+        HolmesError: the schedule is interleaved, which a profile cannot describe.
     """
-    if state.done or forward_only:
+    if state.is_finished or forward_only:  # forward_only: evaluation
         return call()
     from megatron.core.utils import get_model_config
 
@@ -85,17 +115,31 @@ def _schedule(current, call, instance, model, num_microbatches, seq_length, micr
         model = model[0]
     if state.profiler is None:
         state.profiler = profiler(current.options.profile_steps)
-        state.profiler.watch(layers_of(model))
+        state.profiler.watch(layers_of(model))  # divide passes into these layers
     else:
-        state.open.close()
+        state.open_spans.close()  # the last step ends
     prof = state.profiler
     config = get_model_config(model)
     if prof.finished:
-        state.profiler, state.done = None, True
-        prof.release()
+        state.profiler = None
+        state.is_finished = True
+        prof.release()  # remove the hooks from the layers
         _publish(current, model, config, prof, num_microbatches, tokens=seq_length * micro_batch_size)
         return call()
-    state.open.enter_context(prof.step())
+    state.open_spans.enter_context(prof.step())
+    with _timed_reduction(config, prof):
+        result = call()
+    state.open_spans.enter_context(prof.span("optimizer"))
+    return result
+
+
+@contextmanager
+def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
+    """Measure the gradient reduction of a schedule that runs within this context.
+
+    The schedule reduces gradients by config.finalize_model_grads_func. Until the context ends, that is a
+    function which measures the program's function.
+    """
     finalize = config.finalize_model_grads_func
 
     def timed_finalize(*args, **kwargs):
@@ -105,47 +149,59 @@ def _schedule(current, call, instance, model, num_microbatches, seq_length, micr
     if finalize is not None:
         config.finalize_model_grads_func = timed_finalize
     try:
-        result = call()
+        yield
     finally:
         config.finalize_model_grads_func = finalize
-    state.open.enter_context(prof.span("optimizer"))
-    return result
 
 
 def _publish(
     current: session.Session, model: Any, config: Any, prof: Profiler, micro_batches: int, tokens: int
 ) -> None:
-    """Write the profile of all stages; a collective over all ranks.
+    """Write the profile of all pipeline stages. All ranks must call this function.
 
     Args:
+        config: The model's configuration.
+        prof: The measured times of this rank.
+        micro_batches: Number of micro-batches in a step.
         tokens: Tokens of one micro-batch, before context parallelism divides them.
     """
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
-    width = (config.pipeline_dtype or torch.float32).itemsize
-    context = parallel_state.get_context_parallel_world_size()
-    rank_tokens = tokens // context
-    parts = tensor if config.sequence_parallel else 1
+    tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
+    element_bytes = (config.pipeline_dtype or torch.float32).itemsize
+    rank_tokens = tokens // parallel_state.get_context_parallel_world_size()
+    # With sequence parallelism, a tensor-parallel rank has only its part of an activation.
+    activation_parts = tensor_parallel_size if config.sequence_parallel else 1
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     report = {
         "framework": f"megatron-core {loaded_version()}",
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "tensor": tensor, "micro_batches": micro_batches,
-        "activation_bytes": rank_tokens * config.hidden_size * width // parts,
-    }  # fmt: skip
+        "tensor": tensor_parallel_size,
+        "micro_batches": micro_batches,
+        "activation_bytes": rank_tokens * config.hidden_size * element_bytes // activation_parts,
+    }
     publish(
-        current, prof, report, stages=len(ranks), gradient_bytes=gradient_bytes(model),
+        current,
+        prof,
+        report,
+        stages=len(ranks),
+        gradient_bytes=gradient_bytes(model),
+        # publish() times a reduction in this group, and messages between stages, without computation.
         group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        device=next(model.parameters()).device, send=lambda activation, to: dist.send(activation, ranks[to]),
-        receive=lambda activation, source: dist.recv(activation, ranks[source]),
-    )  # fmt: skip
+        device=next(model.parameters()).device,
+        send=lambda activation, stage: dist.send(activation, ranks[stage]),
+        receive=lambda activation, stage: dist.recv(activation, ranks[stage]),
+    )
 
 
 def _during(kind: str):
-    """Return a wrapper that measures its function as a span of this kind, while a profile is measured."""
+    """Return a wrapper that records each run of the wrapped function in the profile.
+
+    Args:
+        kind: Kind of span in the profile, such as "forward" or "send".
+    """
     return inside(lambda: state.profiler.span(kind) if state.profiler is not None else nullcontext())
 
 

@@ -1,5 +1,13 @@
-"""Where megatron-core's steps begin and end, and what its groups are for (as patches/deepspeed/telemetry.py);
-and where a checkpoint is whole that loads with other layers on a stage (dist_checkpointing's do)."""
+"""Reports to holmes when training steps and checkpoints of a megatron-core job begin and end.
+
+Three features need this:
+
+    telemetry-megatron    records the steps, and spans in them: forward and backward passes, the optimizer. It
+                          also names process groups, by the job's parallel sizes.
+    megatron-adapt        changes the number of micro-batches in flight between two steps, if another number
+                          is faster by the measured times
+    megatron-restart      restarts the job with other layers for each stage after a complete checkpoint of
+                          dist_checkpointing, which any split of the layers can load"""
 
 from __future__ import annotations
 
@@ -11,7 +19,7 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name, inside, with_session
 from holmes_ext.patches.megatron import core
-from holmes_ext.patches.megatron.edges import unsupported
+from holmes_ext.patches.megatron.edges import unsupported_feature
 from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, SCHEDULES, TELEMETRY, loaded_version
 from holmes_ext.patches.megatron.joined import OPTIMIZER_STEPS
 from holmes_ext.patches.megatron.profile import gradient_bytes
@@ -24,9 +32,10 @@ from holmes_ext.runtime.start.restart import saved
 
 @by_name
 def _learn_sizes(call, instance):
-    """Report the job's sizes to the telemetry, which names process groups by them.
+    """Report the job's parallel sizes to the telemetry, which names process groups by them.
 
-    core.py's wrapper of initialize_model_parallel has read them when the call returns.
+    This wrapper runs in place of megatron-core's initialize_model_parallel. call() runs the wrapper of
+    core.py, which sets core.job.sizes, and then that function.
     """
     result = call()
     telemetry.learn_sizes(core.job.sizes)
@@ -35,64 +44,78 @@ def _learn_sizes(call, instance):
 
 @contextmanager
 def _forward():
-    """Record the forward pass of one micro-batch as a span, and the first one as the start of a step."""
+    """Record the forward pass of one micro-batch as a span. The first one begins a training step."""
     recorder = telemetry.recorder
-    if recorder is not None and not recorder.armed:
-        recorder.step_begins(exactly=False)
+    if recorder is not None and not recorder.armed:  # no step has begun since the last one ended
+        recorder.step_begins(exactly=False)  # not exactly: the program may have read data before
     with telemetry.span("forward"):
         yield
 
 
-#: Optimizers whose step() is running. A chained optimizer steps others, whose ends are no ends of a step.
+#: Optimizers whose step() runs now, the outermost first. A chained optimizer steps others inside its own
+#: step().
 _optimizers = Running()
 
 
 @by_name
 def _optimizer_step(call, instance):
-    """Record the outermost optimizer's step as a span, and its end as the end of the training step."""
+    """Record an optimizer's step() as a span, and its end as the end of the training step.
+
+    This wrapper runs in place of step() of each optimizer class, which call() runs. If one optimizer steps
+    others, only the outermost step() is recorded.
+    """
     recorder = telemetry.recorder
-    if recorder is None or _optimizers.instances:
+    is_inner_step = bool(_optimizers.instances)
+    if recorder is None or is_inner_step:
         return call()
     with telemetry.span("optimizer"):
-        with _optimizers.on(instance):
+        with _optimizers.on(instance):  # a step() inside this one finds it in _optimizers.instances
             result = call()
     recorder.step_done("engine")
     return result
 
 
 def _stage(model: Any, micro_batches: int) -> Stage:
+    """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight."""
     from megatron.core import parallel_state
 
     ranks = group_ranks(parallel_state.get_pipeline_model_parallel_group())
     return Stage(
-        f"megatron-core {loaded_version()}", parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(), micro_batches, gradient_bytes(model),
-        {rank: stage for stage, rank in enumerate(ranks)},
-    )  # fmt: skip
+        framework=f"megatron-core {loaded_version()}",
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        micro_batches=micro_batches,
+        gradient_bytes=gradient_bytes(model),
+        stages={rank: stage for stage, rank in enumerate(ranks)},
+    )
 
 
 @with_session
 @by_name
 def _schedule(current, call, instance, model, num_microbatches, forward_only):
-    """Let the number of micro-batches in flight adapt to measured times, before a training step begins.
+    """Adapt the number of micro-batches in flight to measured times, then run the training step.
 
-    Only steps that edges.py runs can change that number: those of the 1F1B schedule, if the mailbox supports
-    the configuration.
+    This wrapper runs in place of megatron-core's forward_backward_pipelining_without_interleaving, which
+    call() runs: one step of the 1F1B schedule. Only edges.py can change the number of micro-batches in
+    flight. Its mailbox, which sends the messages between stages without waiting, must support the model's
+    configuration.
     """
-    if core.job.sizes is None or forward_only:
+    if core.job.sizes is None or forward_only:  # holmes cannot plan this job, or this is evaluation
         return call()
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
     group = parallel_state.get_pipeline_model_parallel_group()
-    if isinstance(group, list):  # a rank with several pipelines
+    if isinstance(group, list):  # the rank is in several pipelines
         return call()
     network_api = network_api_of(backend_of(group))
     if not network_api or not registry().is_on(EDGES.name):
         return call()
     chunk = model[0] if isinstance(model, list) else model
-    if unsupported(get_model_config(chunk), call.arguments()):
+    if unsupported_feature(get_model_config(chunk), call.arguments()):
         return call()
+    # Starts the measuring in the first step; in later steps, adopts a new plan if all ranks have agreed on
+    # one.
     begin_step(
         current,
         core.job.sizes,
@@ -105,13 +128,15 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
 
 @by_name
 def _save(call, instance):
-    """Note that a checkpoint is complete, when dist_checkpointing.save or its background writing ends.
+    """Note when a checkpoint of dist_checkpointing is complete.
 
-    An asynchronous save returns a request, which the program finalizes once the files are written.
+    This wrapper runs in place of megatron.core.dist_checkpointing.save, which call() runs. An asynchronous
+    save returns a request: the checkpoint is complete when the program finalizes the request. A synchronous
+    save returns None when the checkpoint is complete.
     """
     request = call()
     if request is None:
-        saved()
+        saved()  # the job may now restart from this checkpoint
     else:
         request.add_finalize_fn(saved)
     return request

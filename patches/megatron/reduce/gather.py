@@ -1,10 +1,16 @@
-"""The distributed optimizer's weights travel during the next forward pass, in programs that never heard of it
-(--holmes-overlap on).
+"""Gathers the distributed optimizer's updated weights during the next forward pass (--holmes-overlap on).
 
-megatron-core's overlap_param_gather starts the gather in the forward pass; until then the weights that a
-program sees are old, and it has to know (start_param_sync before each checkpoint, on all ranks). Here step()
-starts every bucket's gather, the first that the forward pass needs first, and state_dict() waits for all of
-them. What is left to the program: tensors that it reads by itself, between step() and the forward pass."""
+With the distributed optimizer each rank updates a shard of the weights. The ranks then gather the shards.
+megatron-core's option overlap_param_gather delays the gathers until the forward pass needs them. A program
+that does not know of it would read old weights between step() and the forward pass, for example in a
+checkpoint.
+
+This module switches the option on in programs that do not know of it, and changes two things:
+
+    step()                            starts all gathers at its end, those of the first layers first
+    state_dict(), load_state_dict()   wait until the gathers are complete
+
+A program must not read weights in any other way between step() and the forward pass."""
 
 from __future__ import annotations
 
@@ -16,28 +22,45 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron.features import GATHER
 
+#: Fields of DistributedDataParallelConfig that are true for a model with weights of 8 bits.
 _EIGHT_BIT = ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather")
 
 
 def turn_on(ddp_config: Any) -> bool:
-    """Set overlap_param_gather in place where it is asked for (features.py), unless the program did, or has
-    weights that it does not suit; whether it is ours."""
+    """Make the distributed optimizer gather its updated weights during the next forward pass, where possible.
+
+    It is not possible with weights of 8 bits. A program that has set overlap_param_gather keeps its own way.
+
+    Args:
+        ddp_config: DistributedDataParallelConfig, which is changed in place. The attribute gather_by_plan is
+            holmes's own: it marks a configuration that this function has changed.
+
+    Returns:
+        Whether holmes has switched on overlap_param_gather for this model.
+    """
     if getattr(ddp_config, "gather_by_plan", False):
         return True  # an earlier chunk of the same model
-    eight_bit = any(getattr(ddp_config, name, False) for name in _EIGHT_BIT)
-    if ddp_config.overlap_param_gather or not ddp_config.use_distributed_optimizer or eight_bit:
+    has_eight_bit_weights = any(getattr(ddp_config, name, False) for name in _EIGHT_BIT)
+    if ddp_config.overlap_param_gather or not ddp_config.use_distributed_optimizer or has_eight_bit_weights:
         return False
-    ddp_config.overlap_param_gather = ddp_config.gather_by_plan = registry().is_on(GATHER.name)
-    return ddp_config.gather_by_plan
+    is_on = registry().is_on(GATHER.name)  # only with --holmes-overlap on
+    ddp_config.overlap_param_gather = is_on
+    ddp_config.gather_by_plan = is_on
+    return is_on
 
 
 def prepare(ddp: Any) -> None:
-    """A DistributedDataParallel after turn_on(): reading or loading weights waits for their gathers."""
-    for group in _groups(ddp):
-        group.next_param_gather_bucket_group = None  # step() starts them all
+    """Make a model's state_dict() and load_state_dict() wait for the gathers of its updated weights.
+
+    Args:
+        ddp: DistributedDataParallel whose configuration turn_on() has changed.
+    """
+    for group in _bucket_groups(ddp):
+        # megatron-core starts the next group's gather when one has ended. Here step() starts all of them.
+        group.next_param_gather_bucket_group = None
 
     def wait(*_) -> None:
-        for group in _groups(ddp):
+        for group in _bucket_groups(ddp):
             if group.param_gather_handle is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
@@ -46,27 +69,33 @@ def prepare(ddp: Any) -> None:
         module.register_load_state_dict_pre_hook(wait)
 
 
-def _groups(ddp: Any) -> Iterator[Any]:
+def _bucket_groups(ddp: Any) -> Iterator[Any]:
+    """Yield the groups of buckets of a DistributedDataParallel, whose weights are gathered together."""
     yield from ddp.bucket_groups
     yield from ddp.expert_parallel_bucket_groups
 
 
 @by_name
 def _gather_after_step(call, instance):
-    """Start the gathers of all weights right after the distributed optimizer's step.
+    """Start to gather the updated weights at the end of the distributed optimizer's step.
 
-    With overlap_param_gather, step_with_ready_grads leaves the gathers to the next forward pass. A program
-    that does not know of it could read old weights until then. Groups of buckets are started in reverse: the
-    buckets are in the order of the backward pass, and the forward pass needs the last ones first.
+    This wrapper runs in place of DistributedOptimizer.step_with_ready_grads, which call() runs. With
+    overlap_param_gather, that method leaves the gathers to the next forward pass. Until then a program could
+    read old weights.
+
+    Buckets are in the order of the backward pass. The forward pass needs the last ones first. Therefore their
+    gathers are started in reverse order.
     """
     result = call()
-    if not getattr(instance.ddp_config, "gather_by_plan", False):
+    is_switched_on_by_holmes = getattr(instance.ddp_config, "gather_by_plan", False)
+    if not is_switched_on_by_holmes:
         return result
-    # Only this optimizer's buckets: experts have another optimizer, which steps later.
+    # Only buckets of this optimizer: experts have another optimizer, which steps later.
     bucket_ids = {id(bucket) for buffer in instance.buffers for bucket in buffer.buckets}
     for chunk in instance.model_chunks:
-        for group in reversed(list(_groups(chunk))):
-            if id(group.buckets[0]) in bucket_ids and not group.param_gather_dispatched:
+        for group in reversed(list(_bucket_groups(chunk))):
+            belongs_to_optimizer = id(group.buckets[0]) in bucket_ids
+            if belongs_to_optimizer and not group.param_gather_dispatched:
                 group.start_param_sync()
     return result
 

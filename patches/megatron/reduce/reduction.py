@@ -1,12 +1,18 @@
-"""megatron-core's gradient reductions under a plan: buckets and overlap on every stage that the plan says.
+"""Overlaps megatron-core's gradient reductions with the backward pass, on every pipeline stage that needs it.
 
-megatron-core buckets and overlaps on the first pipeline stage only, which is right where all stages have one
-network; later ones have one all-reduce after their last backward. Here the plan says which stages overlap and
-how large a bucket suits their fabric; buckets, hooks, handles and schedules are megatron-core's own.
+megatron-core's DistributedDataParallel can cut gradients into buckets, and reduce each bucket while the
+backward pass goes on. It does so on the first pipeline stage only, which suits stages with equal networks.
+The plan (holmes's decisions for a job) says which stages overlap, and how large a bucket suits the network of
+each stage. This module passes these values to megatron-core:
 
-The distributed optimizer is never turned on: that changes what checkpoints look like. Where a program runs it
-its buckets stay under --holmes-overlap auto, since checkpoints may depend on them (megatron_lm.py knows when
-not); with `on` they are the plan's too, and weights travel during the forward pass (gather.py)."""
+    DistributedDataParallel.__init__                         overlap and bucket size, in its ddp_config
+    _ParamAndGradBuffer.__init__                             the bucket size, on later stages too
+    DistributedOptimizer._compute_per_buffer_param_layout    a bucket size that needs no padding (0.18, 0.19)
+
+Checkpoints can depend on the distributed optimizer's buckets. These are changed only under --holmes-overlap
+on, or if megatron_lm.py has found that no checkpoint of the job depends on them. Under --holmes-overlap on,
+updated weights are also gathered during the next forward pass (gather.py). The distributed optimizer itself
+is never switched on, because checkpoints would then have another format."""
 
 from __future__ import annotations
 
@@ -14,6 +20,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from holmes_ext.patches.engine.call import Call
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron.core import job
@@ -24,119 +31,175 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
 
-#: Elements of a bucket of the DistributedDataParallel that is being constructed; None: megatron-core's.
-_bucket: ContextVar[int | None] = ContextVar("planned bucket", default=None)
+#: Elements of a bucket of the DistributedDataParallel whose constructor runs now; None: megatron-core's size.
+#: The constructor's wrapper sets it. The wrappers of functions that the constructor calls read it.
+_planned_bucket_size: ContextVar[int | None] = ContextVar("planned bucket size", default=None)
 #: True once megatron_lm.py has found that no checkpoint depends on the distributed optimizer's buckets.
 checkpoints_allow_buckets = False
 
 
-def may_bucket_optimizer(current: session.Session) -> bool:
-    """Return whether the plan may change the distributed optimizer's buckets."""
+def may_change_optimizer_buckets(current: session.Session) -> bool:
+    """Return whether holmes may set another bucket size for the distributed optimizer.
+
+    It may if no checkpoint of the job depends on the buckets, or if the user gave --holmes-overlap on.
+    """
     return checkpoints_allow_buckets or current.options.overlap == "on"
 
 
-def tell_that_buckets_stay(current: session.Session, way: str = "") -> None:
-    """Print once that the distributed optimizer's buckets are not changed, and what the user can do.
+def warn_that_buckets_stay(current: session.Session, way_out: str = "") -> None:
+    """Print once that holmes keeps the distributed optimizer's bucket size, and how the user can change that.
 
     Args:
-        way: A further way out, followed by ", or ".
+        way_out: An option besides --holmes-overlap on, followed by ", or ".
     """
     tell(current, "the distributed optimizer's buckets stay as they are, since checkpoints may depend on "
-         f"them; {way}--holmes-overlap on from the first checkpoint lets them, and weights, travel while the "
-         "job computes", once="distributed optimizer's buckets")
+         f"them; {way_out}--holmes-overlap on from the first checkpoint lets them, and weights, travel while "
+         "the job computes", once="distributed optimizer's buckets")
 
 
 @with_session
 @by_name
 def _reduce_as_planned(current, call, instance):
-    """Construct a DistributedDataParallel with overlap and buckets that suit the network of this stage.
+    """Construct a DistributedDataParallel that overlaps its gradient reductions, if holmes planned it so.
 
-    megatron-core overlaps the reduction with the backward pass, and cuts it into buckets, on the first stage
-    only. Its constructor reads both from `ddp_config`, which is changed here if the plan has this stage
-    overlap. While it runs, `_bucket` carries the bucket size to the wrappers below.
+    This wrapper runs in place of DistributedDataParallel.__init__, which call() runs. megatron-core overlaps
+    gradient reductions with the backward pass, in buckets, on the first pipeline stage only. The constructor
+    reads overlap and bucket size from its argument `ddp_config`, which is changed before the call. The plan
+    (holmes's decisions for this job) has a bucket size for the network of each stage.
     """
-    sizes = job.sizes or current.plan.sizes
+    sizes = job.sizes or current.plan.sizes  # parallel sizes
     if sizes is None:
         return call()
-    given = call.arguments()
-    ddp_config = given["ddp_config"]
-    group = _reduction_group(given)
+    arguments = call.arguments()
+    ddp_config = arguments["ddp_config"]
+    group = _reduction_group(arguments)
     ranks = group_ranks(group)
     backend = backend_of(group)
-    stage = current.stages(sizes, backend)[sizes.stage(current.rank)]
-    if not stage.overlap or current.fabric_of(ranks, backend) is None:  # nothing to wait for, or in one node
+    planned = current.stages(sizes, backend)[sizes.stage(current.rank)]  # this stage's reduction
+    network = current.fabric_of(ranks, backend)  # None: inside one node, or the backend chooses it
+    if not planned.overlap or network is None:
         return call()
-    if ddp_config.use_distributed_optimizer and not may_bucket_optimizer(current):
-        tell_that_buckets_stay(current)
+    if ddp_config.use_distributed_optimizer and not may_change_optimizer_buckets(current):
+        warn_that_buckets_stay(current)
+        # Recorded for the comparison of the plan with what the job does. The user has been warned (reported).
         overlap = ddp_config.overlap_grad_reduce
-        session.note_reduction(ranks, stage, 0, two_levels=False, overlap=overlap, reported=True)
+        session.note_reduction(ranks, planned, 0, two_levels=False, overlap=overlap, reported=True)
         return call()
-    count = sum(param.numel() for param in given["module"].parameters() if param.requires_grad)
-    gradient_bytes = 4 * count  # in float32
-    elements = max(1, current.reduction(ranks, backend, gradient_bytes).bucket_bytes // 4)
-    default = max(40_000_000, 1_000_000 * len(ranks))  # megatron-core's bucket size, in elements
-    # In place, as megatron-core itself does it: all chunks of a model must have equal configurations.
-    if ddp_config.bucket_size in (None, default):  # else the program's own bucket size wins
-        ddp_config.bucket_size = min(elements, default)
-        ddp_config.buckets_by_plan = True
-    if not ddp_config.overlap_grad_reduce:
-        ddp_config.overlap_grad_reduce = ddp_config.overlap_by_plan = True
-    if getattr(ddp_config, "overlap_by_plan", False):
-        _no_sync_between_micro_batches(given["config"], instance)
-    gather = megatron_gather.turn_on(ddp_config)
-    bucket_size = None if given["disable_bucketing"] else ddp_config.bucket_size
-    takes_layout = "full_param_layout" in given and ddp_config.use_distributed_optimizer  # from 0.18 on
-    token = _bucket.set(bucket_size)
-    try:
-        if takes_layout and bucket_size is not None:
-            result = call(full_param_layout=_distributed_layout(given, bucket_size))
-        else:
-            result = call()
-    finally:
-        _bucket.reset(token)
-    if gather:
-        megatron_gather.prepare(instance)
+
+    parameter_count = sum(p.numel() for p in arguments["module"].parameters() if p.requires_grad)
+    gradient_bytes = 4 * parameter_count  # in float32
+    bucket_bytes = current.reduction(ranks, backend, gradient_bytes).bucket_bytes
+    _set_overlap_and_buckets(ddp_config, elements=max(1, bucket_bytes // 4), rank_count=len(ranks))
+    overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)  # by the function above
+    if overlap_was_switched_on:
+        _no_sync_between_micro_batches(arguments["config"], instance)
+    # Under --holmes-overlap on, updated weights are gathered during the next forward pass.
+    gathers_weights = megatron_gather.turn_on(ddp_config)
+    result = _construct(call, arguments)
+    if gathers_weights:
+        megatron_gather.prepare(instance)  # state_dict() then waits for the gathers
     overlap = ddp_config.overlap_grad_reduce
-    session.note_reduction(ranks, stage, gradient_bytes, two_levels=False, overlap=overlap)
+    session.note_reduction(ranks, planned, gradient_bytes, two_levels=False, overlap=overlap)
     return result
 
 
-def _reduction_group(given: Mapping[str, Any]) -> Any:
-    """Return the group over which a DistributedDataParallel with these arguments reduces gradients."""
+def _set_overlap_and_buckets(ddp_config: Any, elements: int, rank_count: int) -> None:
+    """Set overlap and bucket size in a DistributedDataParallelConfig, unless the program has chosen them.
+
+    The configuration is changed in place, as megatron-core does it: all chunks of a model must have equal
+    configurations. The attributes buckets_by_plan and overlap_by_plan are holmes's own. They mark values that
+    this function has set, also for the next chunk with the same configuration.
+
+    Args:
+        elements: Planned number of elements of a bucket.
+        rank_count: Number of ranks that reduce the gradients.
+    """
+    default_size = max(40_000_000, 1_000_000 * rank_count)  # megatron-core's, in elements
+    has_own_size = ddp_config.bucket_size not in (None, default_size)
+    if not has_own_size:
+        ddp_config.bucket_size = min(elements, default_size)
+        ddp_config.buckets_by_plan = True
+    if not ddp_config.overlap_grad_reduce:
+        ddp_config.overlap_grad_reduce = True
+        ddp_config.overlap_by_plan = True
+
+
+def _construct(call: Call, arguments: Mapping[str, Any]) -> Any:
+    """Run DistributedDataParallel's constructor with the bucket size of its ddp_config on every stage.
+
+    Args:
+        call: Runs the constructor.
+        arguments: The constructor's arguments, by name.
+    """
+    ddp_config = arguments["ddp_config"]
+    bucket_size = None if arguments["disable_bucketing"] else ddp_config.bucket_size
+    # megatron-core 0.18 and later: the layout of the distributed optimizer's buckets is an argument.
+    takes_layout = "full_param_layout" in arguments and ddp_config.use_distributed_optimizer
+    token = _planned_bucket_size.set(bucket_size)  # for _bucket_as_planned and _lay_out_unpadded
+    try:
+        if takes_layout and bucket_size is not None:
+            return call(full_param_layout=_distributed_layout(arguments, bucket_size))
+        return call()
+    finally:
+        _planned_bucket_size.reset(token)
+
+
+def _reduction_group(arguments: Mapping[str, Any]) -> Any:
+    """Return the process group that reduces the gradients of a DistributedDataParallel.
+
+    Args:
+        arguments: Arguments of its constructor, by name.
+    """
     from megatron.core import parallel_state
 
-    pgs = given.get("pg_collection") or given.get("grad_comm_pgs")
-    return getattr(pgs, "dp_cp", None) or parallel_state.get_data_parallel_group(with_context_parallel=True)
+    # A program can pass its groups. The argument's name differs between versions of megatron-core.
+    program_groups = arguments.get("pg_collection") or arguments.get("grad_comm_pgs")
+    group = getattr(program_groups, "dp_cp", None)  # data-parallel and context-parallel ranks
+    return group or parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _no_sync_between_micro_batches(config, ddp) -> None:
-    """Let megatron-core's schedules suppress the reduction in all micro-batches but the last.
+    """Make megatron-core's schedules reduce gradients only in the last micro-batch of a step.
 
-    A program that overlaps by itself sets no_sync_func of the config; for one that does not, it is set here.
+    The schedules call config.no_sync_func in all other micro-batches. A program that overlaps reductions sets
+    it; here the program does not, and holmes has switched the overlap on.
+
+    Args:
+        config: Configuration of the model.
+        ddp: The DistributedDataParallel of this chunk of the model.
     """
     if config.virtual_pipeline_model_parallel_size:
+        # Interleaved schedule: one function for each chunk of the model.
         config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
     elif config.no_sync_func is None:
         config.no_sync_func = ddp.no_sync
 
 
-def _distributed_layout(given: Mapping[str, Any], elements: int):
-    """Return the layout of the distributed optimizer's buckets with this number of elements in each.
+def _distributed_layout(arguments: Mapping[str, Any], elements: int):
+    """Return the layout of the distributed optimizer's buckets, with this number of elements in each.
 
-    From 0.18 on megatron-core computes the layout before it constructs the buffers, on later stages with a
-    single bucket.
+    megatron-core 0.18 and later pass such a layout to DistributedDataParallel, which on later pipeline stages
+    has a single bucket. Therefore holmes computes the layout anew, by megatron-core's own function.
+
+    Args:
+        arguments: Arguments of DistributedDataParallel's constructor, by name.
+        elements: Bucket size.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    ddp_config = given["ddp_config"]
-    params = [p for p in given["module"].parameters() if p.requires_grad]
-    groups = ProcessGroupCollection.setup_process_groups_for_ddp(given["pg_collection"], given["config"],
-                                                                 ddp_config)
-    ranks = groups["intra_dp_cp_group"].size()
-    experts = groups["intra_expt_dp_group"].size()
-    layout = DistributedOptimizer.compute_full_param_layout
-    return layout(params, elements, ranks, ddp_config, expert_data_parallel_world_size=experts)
+    ddp_config = arguments["ddp_config"]
+    parameters = [p for p in arguments["module"].parameters() if p.requires_grad]
+    groups = ProcessGroupCollection.setup_process_groups_for_ddp(
+        arguments["pg_collection"], arguments["config"], ddp_config
+    )
+    return DistributedOptimizer.compute_full_param_layout(
+        parameters,
+        elements,
+        groups["intra_dp_cp_group"].size(),
+        ddp_config,
+        expert_data_parallel_world_size=groups["intra_expt_dp_group"].size(),
+    )
 
 
 @by_name
@@ -150,36 +213,42 @@ def _bucket_as_planned(
     params_with_names=(),
     param_layout=None,
 ):
-    """Construct a _ParamAndGradBuffer with the planned bucket size.
+    """Construct a _ParamAndGradBuffer with the planned bucket size, on later pipeline stages too.
 
-    DistributedDataParallel passes a bucket size on the first stage only; None means a single bucket. Before
-    0.18 the distributed optimizer's buckets are cut here too. Those get the nearest size that needs no
-    padding, because checkpoints of these versions are wrong with padded buckets.
+    This wrapper runs in place of _ParamAndGradBuffer.__init__, which call() runs and which cuts the gradients
+    into buckets. megatron-core passes a bucket size on the first stage only; None means a single bucket.
+
+    In megatron-core before 0.18 this constructor also cuts the distributed optimizer's buckets, and pads
+    them. Checkpoints of these versions are wrong with padded buckets. Therefore the distributed optimizer
+    gets a bucket size close to the planned one that needs no padding.
     """
-    elements = _bucket.get()
+    elements = _planned_bucket_size.get()
     if elements is None:
         return call()
-    if bucket_size is not None and not getattr(ddp_config, "buckets_by_plan", False):
-        return call()  # the program's own bucket size
-    if ddp_config.use_distributed_optimizer and param_layout is None:  # before 0.18
-        params = params or [param for param, _ in params_with_names]  # the parameter's name in 0.17
-        ranks = data_parallel_group.size()
-        elements = megatron_buckets.of_buffer(params, ranks, ddp_config, elements)
+    is_programs_size = bucket_size is not None and not getattr(ddp_config, "buckets_by_plan", False)
+    if is_programs_size:
+        return call()
+    if ddp_config.use_distributed_optimizer and param_layout is None:  # megatron-core before 0.18
+        if not params:  # megatron-core 0.17 has params_with_names in place of params
+            params = [param for param, _ in params_with_names]
+        rank_count = data_parallel_group.size()
+        elements = megatron_buckets.of_buffer(params, rank_count, ddp_config, elements)  # without padding
     return call(bucket_size=elements)
 
 
 @by_name
 def _lay_out_unpadded(call, instance, params, bucket_size, data_parallel_world_size, ddp_config):
-    """Lay out the distributed optimizer's buckets with the size nearest to the plan's that needs no padding.
+    """Lay out the distributed optimizer's buckets with a bucket size that needs no padding.
 
-    DistributedOptimizer._compute_per_buffer_param_layout pads buckets. Before 0.20, fully reshardable
-    checkpoints with padded buckets are wrong.
+    This wrapper runs in place of DistributedOptimizer._compute_per_buffer_param_layout, which call() runs and
+    which pads buckets. In megatron-core 0.18 and 0.19, fully reshardable checkpoints are wrong if buckets are
+    padded. Of the sizes without padding, the one nearest to the planned bucket size is used.
     """
-    elements = _bucket.get()
+    elements = _planned_bucket_size.get()
     if elements is None:
         return call()
-    unpadded = megatron_buckets.of_buffer(params, data_parallel_world_size, ddp_config, elements)
-    return call(bucket_size=unpadded)
+    unpadded_size = megatron_buckets.of_buffer(params, data_parallel_world_size, ddp_config, elements)
+    return call(bucket_size=unpadded_size)
 
 
 PATCHES = (

@@ -1,9 +1,19 @@
-"""megatron-core's shared embedding, whose gradient crosses clusters once for a stage instead of once for each
-of its data-parallel ranks: over all ranks of both stages in two levels (runtime/reduce/tied.py).
+"""Sends the gradient of a shared embedding between clusters once for each pipeline stage.
 
-By then a rank has its stage's average, which counts 1 / d on each of the d ranks. Under the distributed
-optimizer it has that of its own shard of a bucket, and nothing of use beside it: zeros are summed there, and
-the shard counts once."""
+If a model's input and output embeddings share a weight, the first and the last pipeline stage have a copy
+each, and sum their gradients. In megatron-core each of the d data-parallel ranks of a stage sends the whole
+gradient to its counterpart in the other stage. Between clusters it thus travels d times.
+
+This module sums over all ranks of both stages in two levels instead (runtime/reduce/tied.py): first inside
+each cluster, then between clusters, where a rank sends 1 / d of the bytes, and then inside each cluster
+again.
+
+Before this sum, megatron-core has averaged the gradients over the data-parallel ranks of each stage:
+
+    without the distributed optimizer    Every rank has the whole average, which the sum counts d times.
+                                         Therefore the sum is divided by d.
+    with the distributed optimizer       A rank has the average of its own shard only. It sets the other
+                                         elements to zero, and each shard counts once."""
 
 from __future__ import annotations
 
@@ -20,17 +30,20 @@ from holmes_ext.patches.megatron.features import TIED
 def _all_reduce(
     current, call, instance, model, embd_group, pp_group, weight_getter, skip_if_none=True, config=None
 ):
-    """Sum the gradient of the shared word embedding over all data-parallel ranks of both stages.
+    """Sum the gradient of the shared word embedding over all data-parallel ranks of both pipeline stages.
 
-    In megatron-core's _allreduce_embedding_grad every rank sends the whole gradient to its counterpart in the
-    other stage. The two-level sum over all ranks crosses clusters once for each stage. By then each rank has
-    the average of its stage, therefore the sum is divided by the number of ranks of one stage.
+    This wrapper runs in place of megatron-core's _allreduce_embedding_grad, which call() runs. In that
+    function every rank sends the whole gradient to its counterpart in the other stage. The two-level sum
+    sends the gradient between clusters only once for each stage.
 
-    Under the distributed optimizer a rank has that average only in its own shard of the gradient. The rest is
-    set to zero, so that each element counts once, and the sum is not divided.
+    Before the sum each rank has the average of its stage. Therefore the sum is divided by the number of ranks
+    of a stage. With the distributed optimizer, a rank has only the average of its shard. It sets all other
+    elements to zero, and the sum is not divided.
     """
-    chunk = _own_chunk(model, pp_group)
-    if core.job.sizes is None or not _is_pair_member(embd_group) or chunk is None or call.unknown():
+    chunk = _chunk_with_embedding(model, pp_group)
+    if core.job.sizes is None or not _is_pair_member(embd_group) or chunk is None:
+        return call()
+    if call.unknown():  # arguments that this wrapper does not have: only megatron-core knows their effect
         return call()
     import torch
     from megatron.core.utils import get_attr_wrapped_model
@@ -44,51 +57,83 @@ def _all_reduce(
     from holmes_ext.runtime.reduce.tied import tied_sum_of
 
     tied_sum = tied_sum_of(embd_group, core.job.sizes, gradient.device.type)
-    if tied_sum is None or not tied_sum.takes(gradient):
+    if tied_sum is None or not tied_sum.takes(gradient):  # not planned, or not faster for so few bytes
         return call()
     shard = own_shard(chunk, weight)
     if shard is None:
-        divisor = tied_sum.twins  # data-parallel ranks of one stage
+        divisor = tied_sum.twins  # number of data-parallel ranks of one stage
     else:
         divisor = 1
         start, stop = shard
         flat = gradient.view(-1)
         flat[:start].zero_()
         flat[stop:].zero_()
-    tied_sum(gradient, divisor)
+    tied_sum(gradient, divisor)  # in place
 
 
 def _is_pair_member(group: Any) -> bool:
-    """Return whether this rank is a member of a group of two; dist.NON_GROUP_MEMBER is no ProcessGroup."""
+    """Return whether this rank is one of the two members of a process group."""
     import torch.distributed as dist
 
+    # On other ranks torch's new_group() returns NON_GROUP_MEMBER, which is no ProcessGroup.
     return isinstance(group, dist.ProcessGroup) and group.size() == 2
 
 
-def _own_chunk(model: list[Any], pipeline: Any) -> Any:
-    """The chunk of this rank that has the embedding; None where megatron-core's own way stays: other stages,
-    the position embeddings of encoders, several optimizer instances, FSDP."""
-    if pipeline is None or isinstance(pipeline, list):
+def _chunk_with_embedding(model: list[Any], pipeline_group: Any) -> Any:
+    """Return this rank's chunk of the model that has the shared embedding.
+
+    Args:
+        model: The chunks of the model on this rank.
+
+    Returns:
+        None if this rank is not on the first or the last pipeline stage, or if the gradient is not in the
+        buffers of an ordinary DistributedDataParallel (Megatron-FSDP, several distributed optimizers).
+    """
+    if pipeline_group is None or isinstance(pipeline_group, list):
         return None
-    chunk = {0: model[0], pipeline.size() - 1: model[-1]}.get(pipeline.rank())
-    config: Any = getattr(chunk, "ddp_config", None)
-    plain = config is not None and not config.use_megatron_fsdp and isinstance(
-        getattr(chunk, "buffers", None), list)
-    return chunk if plain and config.num_distributed_optimizer_instances == 1 else None
+    stage = pipeline_group.rank()
+    if stage == 0:
+        chunk = model[0]
+    elif stage == pipeline_group.size() - 1:
+        chunk = model[-1]
+    else:
+        return None
+    ddp_config = getattr(chunk, "ddp_config", None)
+    if ddp_config is None or ddp_config.use_megatron_fsdp:
+        return None
+    if not isinstance(getattr(chunk, "buffers", None), list):
+        return None
+    if ddp_config.num_distributed_optimizer_instances != 1:
+        return None
+    return chunk
 
 
 def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
-    """Elements [start, stop) of `weight` whose reduced gradient this rank has; None: all.
-    (param_and_grad_buffer.py: shard_buffer of each bucket, by rank in its data-parallel group.)"""
+    """Return which elements of a weight's gradient this rank has reduced under the distributed optimizer.
+
+    The distributed optimizer cuts each bucket of gradients into equal shards, one for each data-parallel
+    rank.
+
+    Args:
+        chunk: DistributedDataParallel with the weight.
+
+    Returns:
+        First element and end, counted from the start of the weight; (0, 0) if this rank's shard has none of
+        the weight. None without the distributed optimizer: the rank has all elements.
+    """
     if not chunk.ddp_config.use_distributed_optimizer:
         return None
     buffer = next(candidate for candidate in chunk.buffers if weight in candidate.param_index_map)
-    start, stop, number = buffer.param_index_map[weight]
-    bucket, group = buffer.buckets[number], buffer.data_parallel_group
-    length = bucket.grad_data.numel() // group.size()
-    first = bucket.offset + group.rank() * length
-    low, high = max(start, first), min(stop, first + length)
-    return (low - start, high - start) if low < high else (0, 0)
+    weight_start, weight_stop, bucket_index = buffer.param_index_map[weight]  # elements of the buffer
+    bucket = buffer.buckets[bucket_index]
+    group = buffer.data_parallel_group
+    shard_size = bucket.grad_data.numel() // group.size()
+    shard_start = bucket.offset + group.rank() * shard_size
+    start = max(weight_start, shard_start)
+    stop = min(weight_stop, shard_start + shard_size)
+    if start >= stop:
+        return 0, 0
+    return start - weight_start, stop - weight_start
 
 
 PATCHES = (

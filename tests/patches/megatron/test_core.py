@@ -1,5 +1,7 @@
-"""megatron/core: what is checked and decided, without any megatron; and against the installed one, in a new
-process."""
+"""Tests how holmes checks megatron-core's parallel sizes and sets the plan's layers for each pipeline stage.
+
+Most tests need no megatron-core. One starts a new process, in which it compares holmes's results with those
+of the installed megatron-core."""
 
 import json
 import re
@@ -145,13 +147,17 @@ def test_recomputation_in_units_that_a_stage_would_cut():
 
 
 def test_where_the_last_unit_ends_is_looked_up_once(monkeypatch):
-    """holmes searches only once for megatron.core.recompute, whose presence does not change.
+    """holmes searches only once for the module megatron.core.recompute, not for every TransformerConfig.
 
-    Every new TransformerConfig makes holmes check the units of recomputation, and Megatron-LM's
-    get_batch makes one in every micro-batch.
+    Versions of megatron-core with this module may recompute fewer layers in a stage's last unit.
+    Megatron-LM's get_batch makes a TransformerConfig in every micro-batch.
     """
     searched_modules = []
-    monkeypatch.setattr(megatron_core, "find_spec", searched_modules.append)  # finds none
+
+    def find_no_module(name):
+        searched_modules.append(name)
+
+    monkeypatch.setattr(megatron_core, "find_spec", find_no_module)
     megatron_core._last_unit_may_be_shorter.cache_clear()
     answers = [megatron_core._last_unit_may_be_shorter() for _ in range(3)]
     megatron_core._last_unit_may_be_shorter.cache_clear()  # the next test gets the real answer

@@ -1,4 +1,4 @@
-"""What megatron-core's schedule announces is what it sends."""
+"""Tests that messages between megatron-core's pipeline stages have the shapes announced to their receiver."""
 
 import pytest
 import torch
@@ -8,27 +8,38 @@ from holmes_ext.patches.megatron import edges
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 
+NEXT_RANK = 7  # of the next pipeline stage
+SHAPE = (16, 2, 8)
 
-class Noting(Mailbox):
+
+class RecordingMailbox(Mailbox):
+    """Mailbox of a rank on stage 0 that checks and records messages to stage 1, but sends nothing."""
+
     def __init__(self):
-        super().__init__({}, {7: (0, 1)})
-        self.gone = []
+        super().__init__({}, {NEXT_RANK: (0, 1)})  # no process groups; stages of both ends
+        self.sent = []  # (kind and number of the micro-batch, shape, rank of the receiver)
 
     def send(self, tensor, peer):
         self._check(tensor, peer)
-        self.gone.append((self.unit, tuple(tensor.shape), peer))
+        self.sent.append((self.unit, tuple(tensor.shape), peer))
 
 
 def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch):
-    step = edges._Step(Noting(), ReceiveOrder((2, 1)), 0, torch.float32, "cpu")
-    monkeypatch.setattr(edges, "_step", step)
-    assert edges._announce(lambda **sizes: [(16, 2, 8)], None, (), {"seq_length": 16}) == [(16, 2, 8)]
-    for _ in range(2):
-        step.send("F", torch.ones(16, 2, 8), 7)
-    told = (r"stage 0 to stage 1 \(to rank 7\): micro-batch 2 is \(16, 1, 8\) torch.float32, expected "
-            r"\(16, 2, 8\)")
-    with pytest.raises(HolmesError, match=told):
-        step.send("F", torch.ones(16, 1, 8), 7)
+    """A tensor of another shape or type than megatron-core's get_tensor_shapes returned is an error."""
+    step = edges._Step(RecordingMailbox(), ReceiveOrder(in_flight=(2, 1)), 0, torch.float32, "cpu")
+    monkeypatch.setattr(edges, "_step", step)  # a training step runs
+
+    def get_tensor_shapes(seq_length):
+        return [SHAPE]
+
+    # Called as a wrapper: the wrapped function, no instance, and the program's arguments.
+    assert edges._announce(get_tensor_shapes, None, (), {"seq_length": 16}) == [SHAPE]
+    for _ in range(2):  # micro-batches
+        step.send("F", torch.ones(SHAPE), NEXT_RANK)  # "F": activation of a forward pass
+    message = (r"stage 0 to stage 1 \(to rank 7\): micro-batch 2 is \(16, 1, 8\) torch.float32, expected "
+               r"\(16, 2, 8\)")
+    with pytest.raises(HolmesError, match=message):
+        step.send("F", torch.ones(16, 1, 8), NEXT_RANK)
     with pytest.raises(HolmesError, match="torch.bfloat16, expected"):
-        step.send("F", torch.ones(16, 2, 8, dtype=torch.bfloat16), 7)
-    assert step.box.gone == [(("F", index), (16, 2, 8), 7) for index in range(2)]
+        step.send("F", torch.ones(SHAPE, dtype=torch.bfloat16), NEXT_RANK)
+    assert step.mailbox.sent == [(("F", 0), SHAPE, NEXT_RANK), (("F", 1), SHAPE, NEXT_RANK)]

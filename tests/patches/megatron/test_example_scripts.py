@@ -1,4 +1,8 @@
-"""Tests how the command lines in both Megatrons' example scripts are found and read."""
+"""Tests how holmes finds and reads command lines in example scripts of Megatron-LM and Megatron-DeepSpeed.
+
+A shell script computes its command line from variables and files. benchmarks/example_scripts.py runs the
+script with a launcher that only records the command line. `describe` reads the model and the parallel sizes
+from it."""
 
 import sys
 from pathlib import Path
@@ -48,12 +52,13 @@ def test_scripts_give_their_launchers_command_lines(checkout, tmp_path, monkeypa
             and "--bf16" in " ".join(found["examples/queue.sh"]))
 
 
-@pytest.mark.parametrize("name, least", [("Megatron-LM", 15), ("Megatron-DeepSpeed", 60)])
-def test_every_example_script_is_read_whole(name, least, tmp_path):
-    """holmes reads a model from at least `least` command lines of a checkout, and knows every flag."""
-    lines = command_lines(checkout_or_skip(name), tmp_path)
-    descriptions = [describe(arguments) for _, arguments in lines]
+@pytest.mark.parametrize("name, minimum", [("Megatron-LM", 15), ("Megatron-DeepSpeed", 60)])
+def test_every_example_script_is_read_whole(name, minimum, tmp_path):
+    """holmes knows all flags in a checkout's scripts, and reads a model from at least `minimum` scripts."""
+    descriptions = []
+    for _, arguments in command_lines(checkout_or_skip(name), tmp_path):
+        descriptions.append(describe(arguments))
     with_model = [description for description in descriptions if description.model is not None]
-    assert len(with_model) >= least
+    assert len(with_model) >= minimum
     unknown_flags = {flag for description in descriptions for flag in description.unknown}
     assert not unknown_flags

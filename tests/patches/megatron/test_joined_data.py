@@ -1,4 +1,6 @@
-"""Joined jobs share out Megatron's data sets, whatever the sampler and the jobs' batch sizes."""
+"""Tests that joined jobs, which train one model together, read different samples of Megatron's data sets.
+
+With --holmes-outer part=k/K, a job reads samples k, k + K, k + 2 K, ... of a data set."""
 
 import pickle
 from collections import Counter
@@ -58,28 +60,32 @@ def test_a_part_looks_like_the_data_set():
 
 
 def test_all_jobs_build_an_index_of_all_parts(job):
-    """A job that reads one of three parts has Megatron index three times the samples that it needs.
-
-    The numbers are samples for training, validation and test; None stands for all samples of a set.
-    """
+    """If three joined jobs share a data set, each has Megatron build three times the samples it needs."""
     job("part=1/3")
-    built_numbers = []
+    needed = (100, None, 8)  # samples for training, validation and test; None: all samples
+    built = []
 
-    def build(build_train_valid_test_datasets_provider, numbers):
+    def build_train_valid_test_datasets(build_train_valid_test_datasets_provider, numbers):
         build_train_valid_test_datasets_provider(numbers)
 
-    joined._enlarge(build, None, (built_numbers.append, (100, None, 8)), {})
-    assert built_numbers == [(300, None, 24)]
+    # Called as a wrapper: the wrapped function, no instance, and the program's arguments.
+    joined._enlarge(build_train_valid_test_datasets, None, (built.append, needed), {})
+    assert built == [(300, None, 24)]
 
 
 def test_without_parts_and_for_loaders_of_the_script_nothing_changes(job):
-    """Megatron gets the script's own data if no other job shares it, or if it cannot be indexed."""
+    """Megatron's data loader gets the script's data unchanged if no job shares it, or if it has no index."""
 
-    def return_dataset(dataset):
-        return dataset
+    def data_of_loader(data):
+        def build_pretraining_data_loader(dataset):
+            return dataset
 
-    indexed_data, stream = Data(range(4)), iter(range(4))
-    assert joined._share_out(return_dataset, None, (indexed_data,), {}) is indexed_data  # no joined job
+        # Called as a wrapper: the wrapped function, no instance, and the program's arguments.
+        return joined._share_out(build_pretraining_data_loader, None, (data,), {})
+
+    indexed_data = Data(range(4))
+    assert data_of_loader(indexed_data) is indexed_data  # before any job is joined
     job("part=0/2")
-    assert joined._share_out(return_dataset, None, (None,), {}) is None
-    assert joined._share_out(return_dataset, None, (stream,), {}) is stream
+    assert data_of_loader(None) is None
+    stream = iter(range(4))
+    assert data_of_loader(stream) is stream

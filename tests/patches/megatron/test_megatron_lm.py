@@ -1,4 +1,6 @@
-"""patches/megatron_lm: a parser and arguments like Megatron-LM's."""
+"""Tests what holmes sets in Megatron-LM's arguments, and how it checks Megatron-LM's checkpoints.
+
+The parser and the arguments are stand-ins with the names of Megatron-LM's."""
 
 import argparse
 import sys
@@ -140,10 +142,7 @@ def test_another_plans_checkpoint_is_told(active, capsys, digest, lines):
 
 
 def test_parameters_that_the_check_of_a_checkpoint_gained_arrive(active):
-    """Arguments that holmes does not use reach Megatron-LM's check, by name and by position.
-
-    Newer versions of check_checkpoint_args have a second parameter, skip_args.
-    """
+    """Megatron-LM's check_checkpoint_args receives skip_args, a parameter that only newer versions have."""
     active()
     calls = []
 
@@ -152,6 +151,7 @@ def test_parameters_that_the_check_of_a_checkpoint_gained_arrive(active):
 
     saved_args = SimpleNamespace()
     skipped = {"num_layers"}
+    # holmes's wrapper of the check receives the function, no instance, and positional and keyword arguments.
     megatron_lm._compare_plans(check_checkpoint_args, None, (saved_args,), {"skip_args": skipped})
     megatron_lm._compare_plans(check_checkpoint_args, None, (saved_args, skipped), {})
     assert calls == [(saved_args, skipped), (saved_args, skipped)]
