@@ -52,7 +52,7 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     """check: import the target's module and look at the target itself, not at its source."""
     feature = patch.feature
     version = feature.installed()
-    if not (check and feature.version_of) and not patch.belongs_to(version):
+    if not (check and feature.version_of) and not patch.is_for_version(version):
         return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
     installed = not feature.version_of or version is not None and not check and not _is_vendored(patch)
     reason = feature.version_misfit(version) if installed else None
@@ -61,7 +61,7 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     elif not reason and check:
         try:
             importlib.import_module(patch.module)
-            if feature.version_of and not patch.belongs_to(version := feature.version_of()):
+            if feature.version_of and not patch.is_for_version(version := feature.version_of()):
                 return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
             reason = feature.version_misfit(version)
             if not reason:

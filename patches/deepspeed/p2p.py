@@ -98,7 +98,7 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
     peer = p2p._grid.stage_to_global(stage_id=stage)
     if async_op or peer not in groups_by_peer:
         return call()
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)  # as DeepSpeed's functions do first
     transfer = getattr(comm, direction)
     return transfer(tensor, peer, group=groups_by_peer[peer])

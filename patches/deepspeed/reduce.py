@@ -185,7 +185,7 @@ def _reduce(call, instance):
     overlap = _overlaps.get(instance)
     if overlap is None or not overlap.armed:
         return call()
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     overlap.reducer.finish()
     overlap.source.after()
 

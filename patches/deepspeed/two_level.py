@@ -63,7 +63,7 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     import torch.distributed as dist
 
     is_sum = getattr(op, "name", "") == "SUM"  # of DeepSpeed's ReduceOp or torch's
-    if not is_sum or async_op or call.unknown() or not tensor.is_contiguous():
+    if not is_sum or async_op or call.unread_arguments() or not tensor.is_contiguous():
         return call()
     group = group or dist.group.WORLD
     two_level_all_reduce = _two_level(group, tensor.nbytes)
@@ -171,7 +171,7 @@ def _all_reduce_tied(current, call, instance, tensor, group):
     them sends it to another cluster. The two-level sum over all ranks crosses once for each stage. It is
     divided by the data-parallel size, which gives the average that DeepSpeed would compute next.
     """
-    if not _reducing_tied.instances or call.unknown():
+    if not _reducing_tied.instances or call.unread_arguments():
         return call()
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.tied import tied_sum_of

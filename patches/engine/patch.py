@@ -19,7 +19,10 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @functools.cache
 def installed_version(distribution: str) -> str | None:
-    """Return the version of a package from its metadata, without an import; None if it is not installed."""
+    """Return the version of a package, or None if it is not installed.
+
+    The version is read from the package's metadata, so the package is not imported.
+    """
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -108,26 +111,30 @@ class Feature:
 
 @dataclass(frozen=True)
 class Patch:
-    """Change to one attribute of a framework, either by `wrap` or by `replace`.
+    """Change that holmes makes to one attribute of a framework (the target), e.g. to a function or method.
+
+    Either the field `wrap` is set, a function that runs instead of the target, or `replace`, a function that
+    returns the attribute's new value.
 
     Raises:
         ValueError: a field is malformed.
     """
 
-    feature: Feature
+    feature: Feature  # the group of patches that are applied together
     target: str  # "module:qualname", as in "deepspeed.runtime.pipe.p2p:send"
     reason: str  # why the framework must be changed here: one line for `holmes patches`
 
     #: Called instead of the target as wrap(wrapped, instance, args, kwargs), the convention of the package
-    #: wrapt: `wrapped` is the target, bound to its instance; `instance` is None for functions and static
-    #: methods. The decorators of wrap.py make such a function of one that names the arguments it reads.
+    #: wrapt. `wrapped` is the target, bound to `instance` if it is a method. `instance` is None for functions
+    #: and static methods. The decorator by_name (wrap.py) makes such a function.
     wrap: Callable | None = None
 
-    #: replace(original) returns the new value of the attribute. `original` is the value as it is stored, e.g.
-    #: a staticmethod object.
+    #: Called as replace(original), returns the new value of the attribute. `original` is the value as it is
+    #: stored in the module or class, e.g. a staticmethod object.
     replace: Callable | None = None
 
-    #: Names of the target's parameters that wrap or replace relies on. Those that by_name found are added.
+    #: Parameters that the target must have: otherwise the feature is switched off. The parameters that
+    #: by_name (wrap.py) found are added.
     parameters: tuple[str, ...] = ()
 
     only: str = ""  # PEP 440 range of the feature's versions that have this target; "" for all of them
@@ -150,16 +157,20 @@ class Patch:
     def qualname(self) -> str:
         return self.target.partition(":")[2]
 
-    def belongs_to(self, version: str | None) -> bool:
-        """Return whether this version of the framework has the target; True if the version is unknown."""
+    def is_for_version(self, version: str | None) -> bool:
+        """Return whether the patch is meant for this version of the framework.
+
+        The field `only` limits a patch to the versions that have the patched function. An unknown version
+        (None) is accepted.
+        """
         return not self.only or version is None or SpecifierSet(self.only).contains(release_of(version))
 
 
 class PatchStatus(NamedTuple):
-    """State of one patch in this process, for `holmes patches`."""
+    """State of one patch (a change to a framework's attribute) in this process, for `holmes patches`."""
 
     feature: str
     target: str
-    state: str  # "waiting" (for an import), "applied", "off" or "other version" (the patch is for that one)
+    state: str  # "waiting" (for an import), "applied", "off" or "other version" (made for another version)
     reason: str  # why the patch is off; in the other states, why it exists
     version: str | None  # of the framework, as installed

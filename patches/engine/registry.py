@@ -74,7 +74,7 @@ class _Progress:
     def state(self, patch: Patch) -> str:
         if self.off:
             return "off"
-        if not patch.belongs_to(self.version):
+        if not patch.is_for_version(self.version):
             return "other version"
         return "applied" if patch in self.applied else "waiting"
 
@@ -241,7 +241,7 @@ class Registry:
                 if reason := progress.misfit():
                     raise Misfit(reason)
             pending = [patch for patch in progress.patches
-                       if patch not in progress.applied and patch.belongs_to(progress.version)]
+                       if patch not in progress.applied and patch.is_for_version(progress.version)]
             ready = [patch for patch in pending if patch.module == imported or _is_imported(patch.module)]
             locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
             for patch, location in locations.items():  # first: these know best which framework it is

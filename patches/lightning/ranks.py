@@ -22,7 +22,7 @@ def _planned_node(current, call, instance):
     """
     if current.plan.world_size == 1:
         return call()
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     return current.rank // current.plan.processes
 
 

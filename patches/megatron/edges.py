@@ -256,7 +256,7 @@ def _communicate(
     not wait for sends, and has posted the receives in advance.
 
     wait_on_reqs has no effect, because received tensors are complete on return. It is among the parameters so
-    that refuse_unknown() accepts it.
+    that refuse_unread_arguments() accepts it.
 
     Returns:
         The tensor from the previous stage, the tensor from the next stage, and None for requests to wait for.
@@ -264,7 +264,7 @@ def _communicate(
     step = _step
     if step is None:
         return call()
-    call.refuse_unknown()  # arguments that a later megatron-core adds would have no effect here
+    call.refuse_unread_arguments()  # arguments that a later megatron-core adds would have no effect here
     if tensor_send_next is not None:
         step.send("F", tensor_send_next, instance.next_rank)
     if tensor_send_prev is not None:

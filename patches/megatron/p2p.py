@@ -168,7 +168,7 @@ def _unbatched(
     groups = neighbour_groups_of(group)
     if not groups.by_peer and groups.second_group is None:
         return call()
-    call.refuse_unknown()  # arguments that a later megatron-core adds would have no effect here
+    call.refuse_unread_arguments()  # arguments that a later megatron-core adds would have no effect here
     import torch.distributed as dist
 
     tensors = {

@@ -219,7 +219,7 @@ def _register(call, instance, state, hook):
     if reducer is None or reducer.has_registered_hook:
         return call()  # without holmes's hook, or to let torch refuse the program's second hook
 
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     instance._check_comm_hook(hook)
     instance.logger._set_comm_hook_name(hook.__qualname__)
     effect = _effect_of(hook)
@@ -256,7 +256,7 @@ def _register_builtin(call, instance, comm_hook_type):
     reducer = _reducers.get(instance)
     if reducer is None or reducer.has_registered_hook:
         return call()
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     hook = getattr(default_hooks, f"{comm_hook_type.name.lower()}_hook")
     instance.register_comm_hook(instance.process_group, hook)
 

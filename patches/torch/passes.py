@@ -210,7 +210,7 @@ def _compute_weight_gradients(call, instance, bwd_chunk_id, last_backward=False)
     """
     if instance not in _weight_gradients:
         return call()
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     return _weight_gradients[instance].make(bwd_chunk_id)
 
 

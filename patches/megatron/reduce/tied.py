@@ -30,7 +30,7 @@ def _all_reduce(
     set to zero, so that each element counts once, and the sum is not divided.
     """
     chunk = _own_chunk(model, pp_group)
-    if core.job.sizes is None or not _is_pair_member(embd_group) or chunk is None or call.unknown():
+    if core.job.sizes is None or not _is_pair_member(embd_group) or chunk is None or call.unread_arguments():
         return call()
     import torch
     from megatron.core.utils import get_attr_wrapped_model

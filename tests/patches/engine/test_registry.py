@@ -421,8 +421,8 @@ def test_a_patch_of_another_version_is_left_out(fw):
         registry.enable(["f"])
         assert states(registry) == ["applied", "other version"] and comm.send("x", 1) == ("f", sent("x"))
         registry.undo()
-    assert here.belongs_to("1.5") and here.belongs_to(None) and not there.belongs_to("1.5")
-    assert there.belongs_to("2.0a0+vendor.24") and not here.belongs_to("2.0a0+vendor.24")
+    assert here.is_for_version("1.5") and here.is_for_version(None) and not there.is_for_version("1.5")
+    assert there.is_for_version("2.0a0+vendor.24") and not here.is_for_version("2.0a0+vendor.24")
 
 
 @pytest.mark.parametrize("version_of", [None, lambda: "1.5"])

@@ -33,8 +33,8 @@ def test_patches_of_some_versions():
     feature = Feature("f", "torch>=2.6", tried=("2.15.0",))
     old, new = (Patch(feature, "torch:send", "", wrap=print, only=only) for only in ("<2.7", ">=2.7"))
     for version, belongs in (("2.6.0", (True, False)), (VENDOR, (False, True)), ("0+unknown", (False, True))):
-        assert (old.belongs_to(version), new.belongs_to(version)) == belongs
-    assert old.belongs_to(None) and new.belongs_to(None)
+        assert (old.is_for_version(version), new.is_for_version(version)) == belongs
+    assert old.is_for_version(None) and new.is_for_version(None)
 
 
 def test_every_end_of_a_range_was_tried_or_read():
