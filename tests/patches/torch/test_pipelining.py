@@ -246,5 +246,5 @@ def test_receives_stand_where_the_plan_posts_them(texts, posted):
         words = wanted.split()
         late = sorted(words, key=lambda word: "RECV" in word)  # wherever torch would have them
         actions = [schedules._Action.from_str(f"{stage}{word}") for word in late]
-        placed = passes_patches._with_receives(actions, planned, stage)
+        placed = passes_patches._with_receives_moved(actions, planned, stage)
         assert [str(action) for action in placed] == [f"{stage}{word}" for word in words]
