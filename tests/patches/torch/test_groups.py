@@ -274,5 +274,5 @@ def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, back
     monkeypatch.setattr(torch_distributed, "let_threads_forget", lambda: events.append("waited"))
     helper = recorder([], new_process_group_helper)
     torch_distributed._give_group_its_nic(helper, None, (2, 0, [0, 1], backend, "store", "name"), {})
-    torch_distributed._destroy_when_threads_are_done(lambda: events.append("ended"), None, (), {})
+    torch_distributed._destroy_after_gloo_threads(lambda: events.append("ended"), None, (), {})
     assert events == expected
