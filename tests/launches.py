@@ -36,7 +36,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from holmes_ext.patches.torch.telemetry import METHODS, RENAMED, _bytes
+from holmes_ext.patches.torch.telemetry import METHODS, RENAMED, _size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def recorded() -> Iterator[Log]:
 
     def starts(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            size = 0 if payload is None else _bytes(args[payload])
+            size = 0 if payload is None else _size_in_bytes(args[payload])
             options = [*args, *kwargs.values()][-1:]
             stays = to is None and not any(getattr(option, "asyncOp", False) for option in options)
             number = note(self, name, size, None if to is None else args[to], stays)
