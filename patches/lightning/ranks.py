@@ -20,6 +20,8 @@ from holmes_ext.patches.lightning.features import RANKS
 def _planned_node(current, call, instance):
     """Return the number of this process's node in holmes's plan: runs instead of Lightning's node_rank().
 
+    Wrapper of LightningEnvironment.node_rank, which `call()` runs.
+
     Without a launcher, the plan's world size is 1, because Lightning starts the other processes later. Then
     Lightning's own number is returned.
     """

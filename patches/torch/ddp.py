@@ -105,6 +105,8 @@ def two_level_hook(state, bucket):
 def _construct(current, call, instance):
     """Construct a DistributedDataParallel (DDP), and register holmes's comm hook if it is needed.
 
+    Wrapper of DistributedDataParallel.__init__, which `call()` runs.
+
     A comm hook is called for each bucket of gradients, instead of DDP's all-reduce. holmes needs it:
 
     - if the plan reduces in two levels (inside each cluster first, then between clusters)
@@ -245,6 +247,8 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
 def _register(call, instance, state, hook):
     """Accept a comm hook of the program although holmes has registered one: torch accepts only one.
 
+    Wrapper of DistributedDataParallel.register_comm_hook, which `call()` runs.
+
     holmes's hook stays registered. If the program's hook is one of torch's that only average, holmes's hook
     sends gradients in the same dtype. Any other hook of the program is called by holmes's hook for each
     bucket.
@@ -285,6 +289,8 @@ def _register(call, instance, state, hook):
 def _register_builtin(call, instance, comm_hook_type):
     """Register a built-in comm hook of torch (written in C++) as the Python hook with the same effect.
 
+    Wrapper of DistributedDataParallel._register_builtin_comm_hook, which `call()` runs.
+
     holmes can combine only Python hooks with its own hook. The two built-in hooks, ALLREDUCE and
     FP16_COMPRESS, have counterparts in Python: allreduce_hook and fp16_compress_hook.
     """
@@ -322,6 +328,8 @@ def _effect_of(hook: Any) -> HookEffect:
 @by_name
 def _keep_join_count(call, instance, joinable):
     """Keep the number of ranks that still have inputs, which torch's Join.notify_join_context() counts.
+
+    Wrapper of Join.notify_join_context, which `call()` runs.
 
     The function starts an all-reduce for it and returns its Work; outside join() it returns None. Under
     DistributedDataParallel.join(divide_by_initial_world_size=False), gradients are divided by this number.

@@ -48,6 +48,8 @@ def tell_unused(current: Session) -> None:
 def _fully_shard(current, call, instance, mesh, dp_mesh_dims=None):
     """Shard a module by fully_shard (FSDP2), over the hybrid mesh if --holmes-fsdp hybrid is given.
 
+    Wrapper of torch's fully_shard, which `call()` runs.
+
     The hybrid mesh has two dimensions: clusters, and the ranks of a cluster. FSDP shards along the second one
     only, so shards stay inside a cluster. A 2-D mesh of the program is not replaced.
     """
@@ -64,6 +66,8 @@ def _fully_shard(current, call, instance, mesh, dp_mesh_dims=None):
 @by_name
 def _construct_fsdp1(current, call, instance, module, process_group, sharding_strategy, device_mesh):
     """Construct FullyShardedDataParallel (FSDP1), with hybrid sharding if --holmes-fsdp hybrid is given.
+
+    Wrapper of FullyShardedDataParallel.__init__, which `call()` runs.
 
     Hybrid sharding keeps the shards inside each cluster of nodes, and replicates them across clusters. A call
     with hybrid arguments of the program (strategy, two groups or a 2-D mesh) is not changed.
@@ -152,6 +156,8 @@ def _device_type_of_torch() -> str:
 def _print_cost_of_fsdp2(current, call, instance):
     """Run FSDP2's _lazy_init of a sharded module, and print once how much time sharding needs in each step.
 
+    Wrapper of FSDPState._lazy_init of torch, which `call()` runs.
+
     FSDP2 calls _lazy_init in every forward pass. The first call for the root module finds out that it is the
     root. All sharded modules are known then, so rank 0 prints the predicted time.
     """
@@ -223,6 +229,8 @@ def _sharded_weights(groups: list[Any]) -> tuple[ShardedWeights, float]:
 @by_name
 def _print_cost_of_fsdp1(current, call, instance, state):
     """Run FSDP1's _lazy_init of a module, and print once how much time sharding needs in each step.
+
+    Wrapper of _lazy_init of FSDP1, which `call()` runs.
 
     Only the root's first call prints: all modules in FullyShardedDataParallel are known then. Nothing is
     printed if the program itself chose a hybrid strategy, which --holmes-fsdp hybrid would not improve.

@@ -37,6 +37,8 @@ _C10D = "torch.distributed.distributed_c10d"
 def _host_store_where_launched(current, call, instance, rank):
     """Create the rendezvous store, hosted by the process that the launcher started as rank 0.
 
+    Wrapper of torch's _create_c10d_store, which `call()` runs.
+
     MASTER_ADDR is the address of this process. holmes may have renumbered the ranks, so that the job's rank 0
     runs on another node.
     """
@@ -69,6 +71,8 @@ def _give_group_its_nic(
     group_desc=None,
 ):
     """Make a process group that uses the NIC which the plan assigns to the ranks of the group.
+
+    Wrapper of torch's _new_process_group_helper, which `call()` runs.
 
     gloo reads the NIC from the environment variable GLOO_SOCKET_IFNAME, which is set while the group is made.
     NCCL receives its network as net_name in the group's options.
@@ -109,6 +113,8 @@ def _give_split_group_its_nic(
 ):
     """Split a process group (torch.distributed.split_group) into parts, which become groups of their own.
 
+    Wrapper of torch.distributed.split_group, which `call()` runs.
+
     The part with this rank uses the NIC that the plan assigns to the ranks of the part. A call without
     options takes the NCCL options of the parent group, except for the network.
     """
@@ -134,6 +140,8 @@ def _give_split_group_its_nic(
 @by_name
 def _destroy_after_gloo_threads(current, call, instance):
     """Give gloo's threads a moment to release tensors of the last operation, then destroy process groups.
+
+    Wrapper of torch.distributed.destroy_process_group, which `call()` runs.
 
     Without the wait a deadlock is possible. The thread of gloo that releases tensors holds a lock of its
     group and waits for the GIL. The destructor of DistributedDataParallel holds the GIL and waits for the

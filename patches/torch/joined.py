@@ -151,6 +151,8 @@ def _offset(name: str, parameter: Any) -> int:
 def _sample_job_part(call, instance, num_replicas, rank):
     """Construct a DistributedSampler that draws only from this job's part of the data set.
 
+    Wrapper of DistributedSampler.__init__, which `call()` runs.
+
     Several jobs may train one model together. If this job has part k of K of the data set (--holmes-outer
     part=k/K), it must draw the samples i with i mod K = k.
 

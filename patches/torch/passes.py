@@ -54,6 +54,8 @@ _weight_gradients: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.Wea
 def _step(current, call, instance):
     """Run a training step of a pipeline schedule in the order of passes that the plan lists.
 
+    Wrapper of PipelineScheduleSingle.step, which `call()` runs.
+
     torch's _PipelineScheduleRuntime runs the listed passes. If the plan lists none, or they do not fit the
     schedule, the schedule runs its own passes.
     """
@@ -213,6 +215,8 @@ def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> li
 def _run_forward(call, instance, fwd_chunk_id):
     """Run the forward pass of a micro-batch on a pipeline stage.
 
+    Wrapper of forward_one_chunk of torch's stages, which `call()` runs.
+
     If the stage runs the plan's passes, linear layers prepare to compute their weight gradients separately
     from the backward pass.
     """
@@ -225,6 +229,8 @@ def _run_forward(call, instance, fwd_chunk_id):
 @by_name
 def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
     """Run the backward pass of a micro-batch on a pipeline stage, in the plan's order of passes.
+
+    Wrapper of backward_one_chunk of torch's stages, which `call()` runs.
 
     Autograd computes all gradients except the weight gradients of linear layers. Those are computed
 
@@ -244,6 +250,8 @@ def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
 @by_name
 def _compute_weight_gradients(call, instance, bwd_chunk_id, last_backward=False):
     """Compute the weight gradients of linear layers that _run_backward() left out for a micro-batch.
+
+    Wrapper of backward_weight_one_chunk of torch's stages, which `call()` runs.
 
     `last_backward` has no effect: the stage is neither in DistributedDataParallel nor in FSDP. It is a
     parameter only so that refuse_unread_arguments() accepts it.

@@ -148,6 +148,8 @@ class _WorkList(list[Any]):
 def _send_over_pair_groups(call, instance, p2p_ops):
     """Start the sends and receives of a pipeline stage, each over the process group of its pair of ranks.
 
+    Wrapper of torch's _batch_p2p, which `call()` runs.
+
     All messages in one call of torch's _batch_p2p must have the same group. So the function is called once
     for each pair.
     """
@@ -178,6 +180,8 @@ def _send_over_pair_groups(call, instance, p2p_ops):
 @by_name
 def _step(current, call, instance):
     """Run a training step of a pipeline schedule, and wait for gradient reductions only at its end.
+
+    Wrapper of `step` of torch's schedules, which `call()` runs.
 
     Without holmes, DistributedDataParallel waits for a stage's reduction in the last backward pass of the
     stage. This delays the gradient that the preceding stage needs.
@@ -215,6 +219,8 @@ def _step(current, call, instance):
 @by_name
 def _postpone_scaling(call, instance):
     """Postpone the division of a stage's gradients by the number of micro-batches.
+
+    Wrapper of scale_grads of torch's stages, which `call()` runs.
 
     The gradients are not reduced yet if the training step waits for reductions only at its end. _step() makes
     the division after the reduction.

@@ -98,6 +98,8 @@ def _recording_wait(original: Any) -> Any:
 def _start_coalescing(call, instance):
     """Begin a block of coalesced operations on a process group.
 
+    Wrapper of ProcessGroup._start_coalescing, which `call()` runs.
+
     From now on, telemetry lists the operations of the block. They have no Work of their own that could be
     timed (see _end_coalescing).
     """
@@ -109,6 +111,8 @@ def _start_coalescing(call, instance):
 @by_name
 def _end_coalescing(call, instance):
     """End a block of coalesced operations on a process group.
+
+    Wrapper of ProcessGroup._end_coalescing, which `call()` runs.
 
     torch returns a single Work for the block. Telemetry times all operations of the block by this Work.
     """
