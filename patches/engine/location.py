@@ -87,7 +87,7 @@ class Location:
         self._set_everywhere(value)
 
     def _patched_value(self, patch, value):
-        """Return the value that the attribute gets by a patch.
+        """Return the new value of the attribute if a patch (a change of holmes) is applied to `value`.
 
         If the patch has a wrapper (Patch.wrap), the value is a plain function that calls the wrapper. Python
         binds a plain function to instances, and pickles it like the original. A callable object would not do.

@@ -30,17 +30,19 @@ from holmes_ext.runtime import session
 
 
 def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a wrapper, which runs instead of a framework's function (the target), for use as Patch.wrap.
+    """Convert a wrapper with named parameters to a function (target, instance, args, kwargs) for Patch.wrap.
+
+    A wrapper runs instead of a framework's function, its target.
 
     Args:
         wrapper: A function (call, instance, ...), or (current, call, instance, ...) if with_session decorates
             the result. Each further parameter has the name of a parameter of the target, and receives the
-            value with which the program calls the target. If it has a default, it receives this default from
-            a version of the target without such a parameter.
+            value with which the program calls the target. A default in the wrapper is used if the installed
+            version of the target has no such parameter.
 
     Returns:
-        A function (target, instance, args, kwargs), the convention of the package wrapt. Its attribute
-        `parameters` lists the parameters that the target must have: those without a default in the wrapper.
+        The function. Its attribute `parameters` lists the parameters that the target must have: those without
+        a default in the wrapper.
 
     Raises:
         TypeError: the wrapper has *args or **kwargs.

@@ -70,8 +70,8 @@ class BucketReducer:
         """Start the average of a bucket over the ranks, as the comm hook of DistributedDataParallel (DDP).
 
         Returns:
-            A future of the bucket's tensor. If the caller postpones waiting (self.postponed), the future is
-            complete at once, and finish() waits for the average.
+            A future of the bucket's tensor. In a pipeline's training step (self.postponed is a list) the
+            future is complete at once, and finish() waits for the average.
         """
         import torch
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -150,9 +150,10 @@ class BucketReducer:
         return sent
 
     def _follow_plan(self) -> None:
-        """Use the all-reduce that the plan of the job has for the gradients now: it may have changed.
+        """Switch to another all-reduce if the plan for the gradients has changed.
 
-        This is called at the first bucket of a step, so that all ranks change the all-reduce together.
+        holmes may change the plan while the job runs. This method is called at the first bucket of a step, so
+        that all ranks switch together.
         """
         if self.ranks_with_inputs is not None:
             # Clusters cannot train without each other under join(): --holmes-apart is refused with this name.
@@ -176,7 +177,7 @@ class BucketReducer:
             self._planned_sum.step()  # counts steps, and averages weights after every N-th
 
     def finish(self) -> None:
-        """Wait for the averages of a pipeline's training step, and write them to the gradients.
+        """Wait until the buckets of a pipeline's training step are averaged, and update the gradients.
 
         DistributedDataParallel (DDP) has not waited: reduce() returned a completed future for each bucket. So
         DDP may have copied gradients to `.grad` before they were averaged. They are copied once more.
@@ -194,10 +195,10 @@ class BucketReducer:
                     parameter.grad.copy_(gradient)
 
     def _divisor(self, ddp: Any) -> int:
-        """Return the number by which a sum of gradients is divided: how many ranks are averaged.
+        """Return the number by which a sum of gradients is divided: the number of ranks that are averaged.
 
-        Under DistributedDataParallel.join(divide_by_initial_world_size=False) these are the ranks that still
-        have inputs.
+        Under DistributedDataParallel.join(divide_by_initial_world_size=False) only the ranks that still have
+        inputs are counted.
         """
         counts_all_ranks = self.ranks_with_inputs is None or ddp._divide_by_initial_world_size
         if not counts_all_ranks:

@@ -84,9 +84,10 @@ def postpone_reductions(module: Any) -> BucketReducer | None:
 
 
 def two_level_hook(state, bucket):
-    """Average a bucket of DistributedDataParallel: holmes's comm hook.
+    """Average a bucket of gradients, as the comm hook that holmes registers with DistributedDataParallel.
 
-    If the program has registered a comm hook of its own, which holmes could not replace, that hook is called.
+    If the program has registered a comm hook that does more than average, this function calls the program's
+    hook instead.
 
     Args:
         state: The BucketReducer of the DistributedDataParallel.
@@ -109,7 +110,7 @@ def _construct(current, call, instance):
 
     A comm hook is called for each bucket of gradients, instead of DDP's all-reduce. holmes needs it:
 
-    - if the plan reduces in two levels (inside each cluster first, then between clusters)
+    - if the plan of the job reduces in two levels (inside each cluster first, then between clusters)
     - if clusters may train without each other for some steps (--holmes-apart, on the CPU only)
     - for telemetry, which sees only operations that Python starts
 
@@ -182,7 +183,7 @@ def _register_holmes_hook(ddp: Any, planned_sum: Any = None) -> None:
 
 
 def _planned_sum(arguments: dict[str, Any]) -> Any:
-    """Return how the plan of the job sums the gradients of a module.
+    """Return how the plan, which holmes computes before the job starts, sums the gradients of a module.
 
     Args:
         arguments: Arguments of DistributedDataParallel's constructor, by name.
@@ -245,7 +246,7 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
 
 @by_name
 def _register(call, instance, state, hook):
-    """Accept a comm hook of the program although holmes has registered one: torch accepts only one.
+    """Accept the program's comm hook, although holmes has registered one and torch accepts only one.
 
     Wrapper of DistributedDataParallel.register_comm_hook, which `call()` runs.
 
@@ -331,8 +332,8 @@ def _keep_join_count(call, instance, joinable):
 
     Wrapper of Join.notify_join_context, which `call()` runs.
 
-    The function starts an all-reduce for it and returns its Work; outside join() it returns None. Under
-    DistributedDataParallel.join(divide_by_initial_world_size=False), gradients are divided by this number.
+    notify_join_context counts these ranks by an all-reduce, and returns its Work. Outside join() it returns
+    None. Under join(divide_by_initial_world_size=False), gradients are divided by the number.
     """
     work = call()
     reducer = _reducers.get(joinable)

@@ -70,15 +70,15 @@ def _give_group_its_nic(
     pg_options=None,  # before torch 2.6
     group_desc=None,
 ):
-    """Make a process group that uses the NIC which the plan assigns to the ranks of the group.
+    """Make a process group that uses the NIC which holmes's plan for the job assigns to the group's ranks.
 
     Wrapper of torch's _new_process_group_helper, which `call()` runs.
 
     gloo reads the NIC from the environment variable GLOO_SOCKET_IFNAME, which is set while the group is made.
     NCCL receives its network as net_name in the group's options.
 
-    Before the default group is made, all ranks check that they have the same plan and the same patches of
-    torch by holmes.
+    Before the default group is made, all ranks check that they have the same plan, and that holmes has
+    changed the same functions of torch.
     """
     is_default_group = not global_ranks_in_group
     if is_default_group:
@@ -115,8 +115,8 @@ def _give_split_group_its_nic(
 
     Wrapper of torch.distributed.split_group, which `call()` runs.
 
-    The part with this rank uses the NIC that the plan assigns to the ranks of the part. A call without
-    options takes the NCCL options of the parent group, except for the network.
+    The part with this rank uses the NIC that holmes's plan for the job assigns to the ranks of the part. A
+    call without options takes the NCCL options of the parent group, except for the network.
     """
     import torch.distributed as dist
 
@@ -157,10 +157,11 @@ _default_group_numbers = itertools.count()
 
 
 def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
-    """Check, before the default group is made, that all ranks have the same plan and patches of torch.
+    """Check, before the default group is made, that all ranks have the same plan and patches.
 
-    Ranks that differ would wait for each other without end. So every rank compares its plan and patches with
-    those of the first rank that comes, by these keys of the rendezvous store:
+    The plan is holmes's plan for the job, and patches are its changes to functions of torch. Ranks that
+    differ would wait for each other without end. So every rank compares its plan and patches with those of
+    the rank that comes first, by these keys of the rendezvous store:
 
         first         plan and patches of the rank that came first
         rank/R        exists when rank R has found no difference
@@ -199,6 +200,8 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
 
 def _difference(mine: dict[str, str], first: dict[str, str]) -> str:
     """Return the first difference between the plans and patches of two ranks, in words; "" if there is none.
+
+    Patches are holmes's changes to functions of torch.
 
     Args:
         mine: Describes this rank. Keys: "who" (this rank and its node, not compared), "plan's digest" (a
@@ -246,7 +249,7 @@ def _nccl_options(
     timeout: timedelta | None,
     parent_options: Any = None,
 ) -> Any:
-    """Return the options of an NCCL group: the network (net_name) is the one that the plan assigns to it.
+    """Return the options of an NCCL group, whose net_name is the network that holmes's plan assigns to it.
 
     Args:
         ranks: The group's ranks.

@@ -25,7 +25,10 @@ _hooks: list[Any] = []
 
 
 def attach() -> None:
-    """Register global hooks of torch that run before and after each step of every optimizer."""
+    """Register global hooks of torch, by which jobs that train one model together follow its optimizer steps.
+
+    The hooks run before and after each step of every optimizer.
+    """
     from torch.optim import optimizer
 
     _hooks.append(optimizer.register_optimizer_step_pre_hook(_before_step))
@@ -38,7 +41,9 @@ def detach() -> None:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Let this job join the other jobs, before the first step of its optimizer.
+    """Let this job join the other jobs that train the same model, before the first step of its optimizer.
+
+    It runs before every step of every optimizer, as a hook of torch.
 
     Raises:
         HolmesError: another optimizer of the program has made a step before.
@@ -61,7 +66,9 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def weights_of(optimizer: Any) -> training.WeightShards:
-    """Return the weights that this rank exchanges with other jobs: the parameters of an optimizer.
+    """Return the weights that this rank exchanges with other jobs that train the same model (--holmes-join).
+
+    These are the optimizer's parameters, or this rank's shards of them.
 
     Raises:
         HolmesError: the optimizer has no parameters, or this rank's elements of a parameter are not one

@@ -35,7 +35,7 @@ from holmes_ext.runtime.session import Session
 
 
 class PlannedRuntime(NamedTuple):
-    """Executor of a pipeline schedule, into which the plan's order of passes is loaded."""
+    """Executor that runs the steps of a pipeline schedule in the order of passes that holmes's plan lists."""
 
     runtime: Any  # a _PipelineScheduleRuntime of torch
     # Whether _step() must divide the gradients by the number of micro-batches, because the runtime does not:
@@ -52,12 +52,12 @@ _weight_gradients: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.Wea
 @with_session
 @by_name
 def _step(current, call, instance):
-    """Run a training step of a pipeline schedule in the order of passes that the plan lists.
+    """Run a training step of a pipeline schedule in the order of passes that holmes's plan lists.
 
     Wrapper of PipelineScheduleSingle.step, which `call()` runs.
 
-    torch's _PipelineScheduleRuntime runs the listed passes. If the plan lists none, or they do not fit the
-    schedule, the schedule runs its own passes.
+    A pass is the forward or backward pass of a micro-batch. torch's _PipelineScheduleRuntime runs the listed
+    passes. If the plan lists none, or they do not fit the schedule, the schedule runs its own passes.
     """
     if not instance._has_backward:
         return call()
@@ -75,7 +75,9 @@ def _step(current, call, instance):
 
 
 def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
-    """Return an executor that runs a pipeline schedule in the order of passes that the plan lists.
+    """Return an executor that runs a pipeline schedule in the order of passes that holmes's plan lists.
+
+    A pass is the forward or backward pass of a micro-batch.
 
     Returns:
         None if the plan lists no passes for this pipeline. Also None if its passes do not fit the schedule;
@@ -130,10 +132,10 @@ def _empty_runtime(schedule: Any) -> Any:
 
 
 def _reason_for_own_passes(schedule: Any, order: PassOrder) -> str:
-    """Return in words why a pipeline schedule cannot run the plan's list of passes; "" if it can.
+    """Return in words why a pipeline schedule cannot run the passes that holmes's plan lists; "" if it can.
 
     Args:
-        order: The plan's passes of each stage.
+        order: The listed passes (forward and backward passes of micro-batches) of each stage.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
@@ -152,7 +154,7 @@ def _reason_for_own_passes(schedule: Any, order: PassOrder) -> str:
 
 
 def _load_passes(runtime: Any, order: PassOrder) -> None:
-    """Load the plan's passes of all stages into torch's executor for lists of passes.
+    """Load the passes of all pipeline stages into torch's executor for lists of passes.
 
     The executor adds the sends and receives of this rank's stage.
 
@@ -162,7 +164,8 @@ def _load_passes(runtime: Any, order: PassOrder) -> None:
     """
     from torch.distributed.pipelining import schedules
 
-    type_of_letter = schedules._ComputationType.from_str  # "F", "B", "I" or "W"
+    # "F": forward, "B": backward, "I" and "W": backward for the gradients of inputs and of weights only
+    type_of_letter = schedules._ComputationType.from_str
     passes_of_rank = {}
     for stage, passes in enumerate(order.stages):
         rank = stage  # in the pipeline's group; there is one stage a rank
@@ -176,15 +179,16 @@ def _load_passes(runtime: Any, order: PassOrder) -> None:
 
 
 def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> list[Any]:
-    """Return the actions of a stage with each receive moved to where the plan posts it.
+    """Return the actions of a pipeline stage, with each receive moved to its position in holmes's plan.
 
-    The plan posts a receive at the beginning of the training step, or right after the stage has sent a
-    certain message to the same neighbour. So two neighbours launch their common sends and receives in the
-    same order, which NCCL needs.
+    A receive is posted at the beginning of the training step, or right after the stage has sent a certain
+    message to the same neighbour. So two neighbours launch their common sends and receives in the same order,
+    which NCCL needs.
 
     Args:
         actions: Passes, sends and receives of the stage, in torch's order.
-        order: The plan's passes of each stage.
+        order: The plan: passes of each stage, and positions of receives.
+        stage: Number of the stage in the pipeline.
     """
     at_beginning = None
     # at_beginning, or (letter, micro-batch) of a message that the stage sends -> receives to post after it
@@ -217,8 +221,8 @@ def _run_forward(call, instance, fwd_chunk_id):
 
     Wrapper of forward_one_chunk of torch's stages, which `call()` runs.
 
-    If the stage runs the plan's passes, linear layers prepare to compute their weight gradients separately
-    from the backward pass.
+    If the stage runs passes that holmes's plan lists, linear layers prepare to compute their weight gradients
+    separately from the backward pass.
     """
     if instance not in _weight_gradients or not instance.has_backward:
         return call()
@@ -228,14 +232,15 @@ def _run_forward(call, instance, fwd_chunk_id):
 
 @by_name
 def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
-    """Run the backward pass of a micro-batch on a pipeline stage, in the plan's order of passes.
+    """Run the backward pass of a micro-batch on a pipeline stage, full or for input gradients only.
 
     Wrapper of backward_one_chunk of torch's stages, which `call()` runs.
 
-    Autograd computes all gradients except the weight gradients of linear layers. Those are computed
+    If the stage runs passes that holmes's plan lists, autograd computes all gradients except the weight
+    gradients of linear layers. The weight gradients of linear layers are computed
 
-    - right afterwards, if the schedule asks for a full backward pass
-    - in _compute_weight_gradients(), which the schedule calls later, if it asks for input gradients only
+    - right afterwards in a full backward pass
+    - otherwise later, when the schedule calls _compute_weight_gradients()
     """
     if instance not in _weight_gradients:
         return call()  # the stage does not run the plan's passes

@@ -150,8 +150,8 @@ def _send_over_pair_groups(call, instance, p2p_ops):
 
     Wrapper of torch's _batch_p2p, which `call()` runs.
 
-    All messages in one call of torch's _batch_p2p must have the same group. So the function is called once
-    for each pair.
+    All messages in one call of _batch_p2p must have the same group. So _batch_p2p is called once for each
+    pair.
     """
     if not p2p_ops:
         return call()
@@ -186,7 +186,7 @@ def _step(current, call, instance):
     Without holmes, DistributedDataParallel waits for a stage's reduction in the last backward pass of the
     stage. This delays the gradient that the preceding stage needs.
 
-    Reduced gradients are then divided by the number of micro-batches, which torch would do too early.
+    After the wait, the gradients are divided by the number of micro-batches (see _postpone_scaling).
     """
     global _postponed_scaling
     stages = getattr(instance, "_stages", None) or [instance._stage]  # several stages a rank, or one
@@ -222,8 +222,9 @@ def _postpone_scaling(call, instance):
 
     Wrapper of scale_grads of torch's stages, which `call()` runs.
 
-    The gradients are not reduced yet if the training step waits for reductions only at its end. _step() makes
-    the division after the reduction.
+    Gradients must be reduced before they are divided. torch divides them when the backward passes of a stage
+    have ended. But _step() waits for the reductions only at the end of the training step, so it calls the
+    division afterwards.
     """
     if instance not in _postponed_scaling:
         return call()

@@ -44,7 +44,7 @@ RENAMED = (
 
 
 def _size_in_bytes(value: Any) -> int:
-    """Return the size of a tensor, or of all tensors in nested lists."""
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(value, (list, tuple)):
         return sum(_size_in_bytes(element) for element in value)
     return value.nbytes
