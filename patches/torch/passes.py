@@ -89,13 +89,13 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     stage = schedule._stage
     group = stage.group or dist.group.WORLD
     network_api = network_api_of(backend_of(group))  # the plan depends on whether gloo or NCCL is used
-    sizes = sizes_of(current, group_ranks(group))
+    sizes = sizes_of(current, group_ranks(group))  # parallel sizes of the job: stages, replicas, ...
     if sizes is None or not network_api:
         return None  # the plan cannot be applied to this pipeline or to its backend
-    passes_of_stages = current.plan_for(sizes).traffic_of(network_api).passes
+    passes_of_stages = current.plan_for(sizes).traffic_of(network_api).passes  # a text for each stage
     if not passes_of_stages:
         return None
-    order = listed_passes(passes_of_stages, network_api)
+    order = listed_passes(passes_of_stages, network_api)  # parses the texts
     reason = _reason_for_own_passes(schedule, order)
     if reason:
         tell(current, f"{type(schedule).__name__} keeps its own passes: {reason}", once=True)
