@@ -134,7 +134,7 @@ def _construct(current, call, instance):
         end_threads = weakref.finalize(instance, planned_sum.close)
         end_threads.atexit = False  # the threads are daemons, which end with the interpreter
     elif is_two_level:
-        tell(
+        tell(  # prints on rank 0
             current,
             f"DistributedDataParallel reduces as torch does, on one level, because of {obstacle}",
             once=True,

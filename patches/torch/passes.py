@@ -65,12 +65,12 @@ def _step(current, call, instance):
         _runtimes[instance] = _planned_runtime(current, instance)
     planned = _runtimes[instance]
     if planned is None:
-        return call()
+        return call()  # the schedule runs its own passes
 
     outputs = planned.runtime.step(*call.args, **call.kwargs)  # in place of the schedule's own step
     if planned.leaves_gradients_undivided:
         divisor = instance._n_microbatches if instance.scale_grads else 1
-        instance._stage.scale_grads(divisor)
+        instance._stage.scale_grads(divisor)  # divides the gradients
     return outputs
 
 
@@ -97,7 +97,7 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
         return None
     order = listed_passes(passes_of_stages, network_api)  # parses the texts
     reason = _reason_for_own_passes(schedule, order)
-    if reason:
+    if reason:  # tell() prints on rank 0
         tell(current, f"{type(schedule).__name__} keeps its own passes: {reason}", once=True)
         return None
 

@@ -66,7 +66,7 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
     is_traced = any(hasattr(stage, "pipe_info") for stage in stages)
     if _pair_groups[group] and backend_of(group) == "nccl" and is_traced:
         _make_communicator(group)
-    tell(current, _warning_of_unreduced_gradients(schedule, stages), once=True)
+    tell(current, _warning_of_unreduced_gradients(schedule, stages), once=True)  # rank 0 prints it, if any
 
 
 def _make_communicator(group: Any) -> None:
@@ -198,11 +198,12 @@ def _step(current, call, instance):
             if reducer:
                 reducer_of[stage] = reducer
     if not reducer_of:
-        # This may be the step of a _PipelineScheduleRuntime inside the step of another schedule (passes.py).
-        # So _postponed_scaling stays as it is.
+        # This step may run inside the step of another schedule, which has set _postponed_scaling: passes.py
+        # lets a _PipelineScheduleRuntime do the work of a schedule. So _postponed_scaling is not changed.
         return call()
 
-    # _postpone_scaling() replaces the functions that do nothing by torch's division, if torch divides.
+    # Stage -> the division of its gradients. When torch wants to divide, _postpone_scaling() stores the
+    # division here. Until then the function does nothing.
     _postponed_scaling = dict.fromkeys(reducer_of, lambda: None)
     try:
         result = call()
