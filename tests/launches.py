@@ -36,7 +36,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from holmes_ext.patches.torch.telemetry import METHODS, RENAMED, _bytes
+from holmes_ext.patches.torch.telemetry import METHODS, RENAMED, _size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ Log = list[Launch | Wait]
 
 @contextmanager
 def recorded() -> Iterator[Log]:
-    """Every operation that Python starts on a process group of this process."""
+    """Record every operation that Python code starts on a process group of this process, in a list."""
     log: Log = []
     works: dict[int, tuple[int, Any]] = {}  # the work is kept: its id must not come back
     batch = [0]
@@ -78,11 +78,22 @@ def recorded() -> Iterator[Log]:
         return len(log)
 
     def starts(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
+        """Return a method that calls a method of ProcessGroup, and notes the operation that it starts.
+
+        Args:
+            original: The method of ProcessGroup.
+            name: The operation's name in the log.
+            payload: Position of the argument that is sent or received; None if the operation has none.
+            to: Position of the argument with the other rank, of a send or receive.
+        """
+
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            size = 0 if payload is None else _bytes(args[payload])
-            options = [*args, *kwargs.values()][-1:]
-            stays = to is None and not any(getattr(option, "asyncOp", False) for option in options)
-            number = note(self, name, size, None if to is None else args[to], stays)
+            size = 0 if payload is None else _size_in_bytes(args[payload])
+            peer = None if to is None else args[to]
+            last_argument = [*args, *kwargs.values()][-1:]  # the options of a collective
+            is_asynchronous = any(getattr(options, "asyncOp", False) for options in last_argument)
+            # The stream stays at a synchronous collective until it is over.
+            number = note(self, name, size, peer, stays=to is None and not is_asynchronous)
             work = original(self, *args, **kwargs)
             if work is not None:
                 works[id(work)] = number, work

@@ -39,43 +39,73 @@ _MEGATRON_DEEPSPEED_NEEDS = ("regex", "pybind11", "six", "transformers")
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a patch fits what is installed. state: "fits", "off", "unknown" (without importing) or "other
-    version"; installed: its version, None: it is not; reason: why it does not fit."""
+    """Whether a patch (a change of holmes to a function of a framework) fits the installed framework."""
 
     patch: Patch
-    installed: str | None
-    state: str
-    reason: str | None
+    installed: str | None  # version of the framework; None: it is not installed
+    state: str  # "fits", "off" (it does not), "other version" (made for another one) or "unknown"
+    reason: str | None  # why the state is not "fits"
 
 
 def fit_of(patch: Patch, check: bool) -> Fit:
-    """check: import the target's module and look at the target itself, not at its source."""
+    """Return whether a patch (a change of holmes to a function of a framework) fits the installed framework.
+
+    Args:
+        check: Import the framework and look at the function. Otherwise the framework's source is read, and
+            the result may be "unknown".
+    """
     feature = patch.feature
-    version = feature.installed()
-    if not (check and feature.version_of) and not patch.belongs_to(version):
-        return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
-    installed = not feature.version_of or version is not None and not check and not _is_vendored(patch)
-    reason = feature.version_misfit(version) if installed else None
-    if not reason and feature.version_of and find_module(patch.module) is None:
-        reason = f"there is no module {patch.module}"
-    elif not reason and check:
-        try:
-            importlib.import_module(patch.module)
-            if feature.version_of and not patch.belongs_to(version := feature.version_of()):
-                return Fit(patch, version, "other version", f"for {feature.requirement.name} {patch.only}")
-            reason = feature.version_misfit(version)
-            if not reason:
-                location.Location(patch).check(patch)
-        except location.Misfit as misfit:
-            reason = str(misfit)
-        except Exception as error:  # whatever a framework raises while it is imported
-            message = " ".join(str(error).split())  # transformers' has several lines
-            reason = f"{type(error).__name__}{_IMPORTING}{patch.module}: {message}"
-    elif not reason:
-        reason = source_misfit(patch)
-        if not reason and feature.version_of:
-            return Fit(patch, version, "unknown",
-                       "the version is known only when it is imported: use --check")
+    version = feature.installed()  # from the metadata of the package
+    is_version_known_by_import = feature.version_of is not None
+    if not (check and is_version_known_by_import) and not patch.is_for_version(version):
+        return _fit_of_other_version(patch, version)
+
+    is_version_certain = not is_version_known_by_import or (
+        version is not None and not check and not _is_vendored(patch)
+    )
+    if is_version_certain:
+        reason = feature.version_misfit(version)
+        if reason:
+            return Fit(patch, version, "off", reason)
+    if is_version_known_by_import and find_module(patch.module) is None:
+        return Fit(patch, version, "off", f"there is no module {patch.module}")
+    if check:
+        return _fit_of_imported(patch, version)
+
+    reason = source_misfit(patch)
+    if reason:
+        return Fit(patch, version, "off", reason)
+    if is_version_known_by_import:
+        return Fit(patch, version, "unknown", "the version is known only when it is imported: use --check")
+    return Fit(patch, version, "fits", None)
+
+
+def _fit_of_other_version(patch: Patch, version: str | None) -> Fit:
+    return Fit(patch, version, "other version", f"for {patch.feature.requirement.name} {patch.only}")
+
+
+def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
+    """Import the framework that a patch changes, and return whether the patch fits it.
+
+    Args:
+        version: The framework's version according to the metadata of its package.
+    """
+    feature = patch.feature
+    reason: str | None = None
+    try:
+        importlib.import_module(patch.module)
+        if feature.version_of:
+            version = feature.version_of()
+            if not patch.is_for_version(version):
+                return _fit_of_other_version(patch, version)
+        reason = feature.version_misfit(version)
+        if not reason:
+            location.Location(patch).check(patch)
+    except location.Misfit as misfit:
+        reason = str(misfit)
+    except Exception as error:  # whatever a framework raises while it is imported
+        message = " ".join(str(error).split())  # on one line: transformers' messages have several
+        reason = f"{type(error).__name__}{_IMPORTING}{patch.module}: {message}"
     return Fit(patch, version, "off" if reason else "fits", reason)
 
 

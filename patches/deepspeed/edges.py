@@ -141,7 +141,7 @@ def _through_mailbox(direction, call, tensor, stage, async_op):
     mailbox = _mailbox_in_use()
     if mailbox is None:
         return call()
-    call.refuse_unknown()  # raise if a later DeepSpeed passes arguments that are not listed above
+    call.refuse_unread_arguments()  # raise if a later DeepSpeed passes arguments that are not listed above
     from deepspeed.runtime.pipe import p2p
 
     peer = p2p._grid.stage_to_global(stage_id=stage)

@@ -104,7 +104,7 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
     peer = p2p._grid.stage_to_global(stage_id=stage)
     if async_op or peer not in groups_by_peer:
         return call()
-    call.refuse_unknown()  # raise if a later DeepSpeed passes arguments that this function does not have
+    call.refuse_unread_arguments()  # raises if a later DeepSpeed passes arguments not listed above
     p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)  # DeepSpeed's functions check this first, too
     transfer = getattr(comm, direction)  # deepspeed.comm.send or deepspeed.comm.recv
     return transfer(tensor, peer, group=groups_by_peer[peer])

@@ -239,7 +239,7 @@ def _finish_reduction(call, instance):
     overlap = _overlaps.get(instance)
     if overlap is None or not overlap.armed:
         return call()  # DeepSpeed's own reduction
-    call.refuse_unknown()  # raise if a later DeepSpeed passes arguments that this function does not have
+    call.refuse_unread_arguments()  # raises if a later DeepSpeed passes arguments not listed above
     overlap.reducer.finish()  # sends the last gradients, and waits
     # ZeRO 1: collect the gradients of this rank's partition, as DeepSpeed does after its own reduction.
     overlap.source.after_reduction()

@@ -72,7 +72,7 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     import torch.distributed as dist
 
     is_sum = getattr(op, "name", "") == "SUM"  # op is DeepSpeed's ReduceOp or torch's
-    has_other_arguments = call.unknown()  # a later DeepSpeed may pass some that are not handled here
+    has_other_arguments = call.unread_arguments()  # a later DeepSpeed may pass some that are not handled here
     if not is_sum or async_op or has_other_arguments or not tensor.is_contiguous():
         return call()
     group = group or dist.group.WORLD
@@ -208,7 +208,7 @@ def _all_reduce_tied(current, call, instance, tensor, group):
     engines_with_tied_reduction = _reducing_tied.instances  # those in _exec_reduce_tied_grads now
     if not engines_with_tied_reduction:
         return call()  # deepspeed.comm.all_reduce, here of another tensor
-    if call.unknown():  # arguments that this function does not handle, of a later DeepSpeed
+    if call.unread_arguments():  # arguments that this function does not handle, of a later DeepSpeed
         return call()
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.tied import tied_sum_of

@@ -1,9 +1,15 @@
-"""Reads the arguments of a program's call of a patched function by name, and passes all of them on.
+"""Represents an intercepted call of a framework function, so that its arguments can be read by name.
+
+holmes replaces functions of a framework (torch, DeepSpeed, ...) at run time. Terms:
+
+    target     the framework's own function, which was replaced
+    wrapper    the function of holmes that runs instead of the target, and usually calls the target
+    `Call`     one call of the target by the training program, as the wrapper receives it
 
 A program may pass an argument by position or by keyword, and releases of a framework differ in their
-parameters. `Call` therefore finds arguments by the signature of the installed function. If a new release adds
-a parameter, even before others, a wrapper still reads the right arguments, and the function still receives
-all that the program gave.
+parameters. So a `Call` finds each argument by the signature of the installed target. A new release may add a
+parameter, even before others: the wrapper still reads the right arguments, and the target still receives all
+arguments of the program.
 """
 
 from __future__ import annotations
@@ -23,52 +29,55 @@ _NO_DEFAULT = object()  # differs from every argument
 class Parameters:
     """Parameters of one function, without `self`, `*args` and `**kwargs`."""
 
-    positions: dict[str, int]  # name -> position, of those that may be given by position; sorted
-    defaults: dict[str, Any]
+    positions: dict[str, int]  # name -> position, of parameters that may be passed by position; sorted
+    defaults: dict[str, Any]  # name -> default, of parameters that have one
     names: frozenset[str]
     positional_only: frozenset[str]
-    required: frozenset[str]
+    required: frozenset[str]  # names of the parameters without a default
     signature: inspect.Signature
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, or of the one that a decorator without functools.wraps hides.
+    """Return the signature of a function, also if a decorator without functools.wraps hides it.
 
-    Such a decorator (e.g. timed_op of deepspeed.comm) replaces a function by one with the parameters
-    (*args, **kwargs), whose closure refers to the original. If the closure of a function with just these
-    parameters refers to exactly one function, that one's signature is returned.
+    Such a decorator (e.g. timed_op of deepspeed.comm) replaces the function by `decorated(*args, **kwargs)`,
+    whose closure holds the original function. The original's signature is returned if the closure holds no
+    other function.
 
     Raises:
         ValueError, TypeError: the function has no signature, e.g. a method of an extension module.
     """
     signature = inspect.signature(function)
-    only_variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if tuple(parameter.kind for parameter in signature.parameters.values()) != only_variadic:
-        return signature
+    kinds = tuple(parameter.kind for parameter in signature.parameters.values())
+    is_variadic_only = kinds == (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if not is_variadic_only:
+        return signature  # no decorator hides it
     cells = getattr(inspect.unwrap(function), "__closure__", None) or ()
-    decorated = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
-    if len(decorated) != 1:
-        return signature
-    return inspect.signature(decorated[0])
+    functions_in_closure = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
+    if len(functions_in_closure) != 1:
+        return signature  # not a decorator, or it is not certain which function it calls
+    return inspect.signature(functions_in_closure[0])
 
 
 def parameters_of(target: Callable[..., Any]) -> Parameters:
-    """Return the parameters of a function or bound method.
+    """Return the parameters of a function, or of a bound method (without `self`).
 
     Raises:
         ValueError, TypeError: the function has no signature.
     """
     function = getattr(target, "__func__", None)
     if function is None:
-        return _read_parameters(target, bound=False)
-    return _read_parameters(function, bound=True)
+        return _read_parameters(target, is_method=False)
+    return _read_parameters(function, is_method=True)
 
 
 @lru_cache(maxsize=1024)  # reading a signature takes some 20 us, and p2p.send is called for every micro-batch
-def _read_parameters(function: Callable[..., Any], bound: bool) -> Parameters:
+def _read_parameters(function: Callable[..., Any], is_method: bool) -> Parameters:
+    """Return the parameters of a function. Of a method, the first parameter (`self`) is left out."""
     signature = signature_of(function)
-    if bound:
-        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    if is_method:
+        without_self = list(signature.parameters.values())[1:]
+        signature = signature.replace(parameters=without_self)
     named = [
         parameter
         for parameter in signature.parameters.values()
@@ -94,7 +103,11 @@ def _read_parameters(function: Callable[..., Any], bound: bool) -> Parameters:
 
 
 class Call:
-    """A program's call of a patched function, which a wrapper receives and makes (or not) as `call()`."""
+    """One call of a framework function by the training program, which holmes has intercepted.
+
+    A wrapper of holmes receives the Call instead of the framework function (the target). The wrapper may run
+    the target by `call()`, with the program's arguments or with changed ones, or do the target's work itself.
+    """
 
     __slots__ = ("target", "args", "kwargs", "_read_names")
 
@@ -105,17 +118,21 @@ class Call:
         kwargs: Mapping[str, Any],
         read_names: Sequence[str] = (),
     ):
-        self.target = target  # the patched function, or the bound method
+        self.target = target  # the framework's own function, or the bound method
         self.args = args  # the program's positional arguments, without `self`
         self.kwargs = kwargs  # the program's keyword arguments
         self._read_names = read_names  # parameters that the wrapper reads
 
     def __call__(self, /, **changed: Any) -> Any:
-        """Call the target with the program's arguments, except for those in `changed`.
+        """Call the target (the framework's own function) with the program's arguments.
 
-        A changed argument is passed in the way in which the program passed it. One that the program left out
-        is passed by keyword, or, if it is positional-only, by position after the defaults of the parameters
-        before it.
+        Args:
+            changed: Arguments that replace the program's, by name. An argument that the program passed by
+                position is also replaced by position. An argument that the program did not pass is passed by
+                keyword, or by position if it is positional-only.
+
+        Returns:
+            The target's result.
         """
         if not changed:
             return self.target(*self.args, **self.kwargs)
@@ -126,9 +143,10 @@ class Call:
             position = parameters.positions.get(name)
             if position is None or name in kwargs:
                 kwargs[name] = value
-            elif position < len(args):
+            elif position < len(args):  # the program passed it by position
                 args[position] = value
             elif name in parameters.positional_only:
+                # It must be passed by position, so the omitted parameters before it get their defaults.
                 omitted = list(parameters.positions)[len(args) : position]
                 args += [parameters.defaults[other] for other in omitted]
                 args.append(value)
@@ -137,11 +155,13 @@ class Call:
         return self.target(*args, **kwargs)
 
     def values(self, names: Sequence[str], fallbacks: Mapping[str, Any]) -> list[Any]:
-        """Return the named arguments in order: the program's, or else the target's defaults.
+        """Return the values of some parameters of the target, the framework's own function.
+
+        A parameter's value is the program's argument, or the target's default if the program passed none.
 
         Args:
-            names: Parameters of the target.
-            fallbacks: Name -> value, of parameters that this version of the target may lack.
+            names: Names of the parameters. The values are returned in this order.
+            fallbacks: Name -> value of a parameter that the installed version of the target lacks.
 
         Raises:
             TypeError: the program left out a required argument.
@@ -151,7 +171,7 @@ class Call:
         values = []
         for name in names:
             position = parameters.positions.get(name, given_count)
-            if position < given_count:
+            if position < given_count:  # the program passed it by position
                 values.append(self.args[position])
             elif name in self.kwargs:
                 values.append(self.kwargs[name])
@@ -165,11 +185,14 @@ class Call:
         return values
 
     def arguments(self) -> dict[str, Any]:
-        """Return the value of every parameter by name: the program's argument, or the target's default."""
+        """Return the value of every parameter of the target (the framework's own function) by name.
+
+        A parameter's value is the program's argument, or the target's default if the program passed none.
+        """
         return arguments_of(self.target, self.args, self.kwargs)
 
     def given(self) -> dict[str, Any]:
-        """Return by name the arguments that the program gave, without defaults.
+        """Return the arguments that the program passed, by parameter name. Defaults are not included.
 
         Raises:
             TypeError: the program left out a required argument.
@@ -177,13 +200,14 @@ class Call:
         return _given(self.target, self.args, self.kwargs)
 
     def accepts(self, name: str) -> bool:
-        """Return whether the installed version of the target has this parameter."""
+        """Return whether the installed version of the framework function has a parameter of this name."""
         return name in parameters_of(self.target).names
 
-    def unknown(self) -> list[str]:
-        """Return in words the arguments that the wrapper does not read and that differ from their defaults.
+    def unread_arguments(self) -> list[str]:
+        """Return the names of the program's arguments that the wrapper does not read.
 
-        A wrapper that does the target's work itself would ignore them.
+        Arguments that equal the default of their parameter are left out: to ignore them changes nothing. An
+        argument for `*args` has no name, and is listed as "argument POSITION: VALUE".
         """
         if not self.args and not self.kwargs:
             return []
@@ -198,13 +222,16 @@ class Call:
                 unread.append(name)
         return unread
 
-    def refuse_unknown(self) -> None:
-        """End the job if the wrapper, which does the target's work itself, would ignore an argument.
+    def refuse_unread_arguments(self) -> None:
+        """Raise an error if the program passed an argument that the wrapper does not read.
+
+        A wrapper that does the work of the framework function itself calls this first. Otherwise it would
+        ignore such an argument without a message.
 
         Raises:
-            HolmesError: there are unknown() arguments. The message lists them.
+            HolmesError: there are such arguments. The message lists them.
         """
-        if names := self.unknown():
+        if names := self.unread_arguments():
             raise HolmesError(
                 f"{_name_of(self.target)} was called with {', '.join(names)}, which holmes does not handle; "
                 "switch the feature off that patches it (HOLMES_DISABLE; `holmes patches` lists them)"
@@ -214,7 +241,9 @@ class Call:
 def arguments_of(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the value of every parameter of a call by name: the given argument, or the target's default.
+    """Return the value of every parameter of a function for one call, by parameter name.
+
+    A parameter's value is the argument in `args` or `kwargs`, or else the parameter's default.
 
     Raises:
         TypeError: a required argument is missing.
@@ -231,9 +260,10 @@ def _given(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return whether an argument is the default.
+    """Return whether an argument is the default of its parameter.
 
-    Only numbers and strings are compared by value: `==` of two tensors is a tensor.
+    Only numbers and strings are compared by `==`, which returns a tensor for two tensors. Other arguments
+    must be the same object as the default.
     """
     if value is default:
         return True

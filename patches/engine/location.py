@@ -1,13 +1,16 @@
-"""Applies patches to one attribute of a module or class, and to every copy of it, and removes them.
+"""Applies patches (changes of holmes) to one attribute of a framework, e.g. a function, and removes them.
 
-A `Location` keeps the original value and the list of patches on it. To remove a patch, it applies the
-remaining ones to the original again. Features that patch the same function can therefore be switched off in
-any order.
+A `Location` stands for one attribute of a module or class:
 
-A framework may hold copies of the attribute: of a function in other modules of the same top-level package
-(`from x import f`), of a method in a dict of its class. Copies are searched for by identity at each change.
-Therefore a copy that was made of the patched value is restored, too. Copies elsewhere (in a user's module)
-keep the wrapper, which only calls the original after its patch is removed.
+    applying a patch   The attribute gets a new value, usually a wrapper that runs instead of the function.
+    removing a patch   The remaining patches are applied again to the original value. So patches of the same
+                       function can be removed in any order.
+    copies             Other modules of the framework may hold the same function (`from x import f`), or a
+                       dict of the class the same method. At each change of the attribute, the Location finds
+                       these copies by identity and changes them too.
+
+Copies outside the framework, e.g. in a user's module, are not found. They keep the wrapper. After its patch
+is removed, the wrapper only calls the original function.
 """
 
 import functools
@@ -24,31 +27,37 @@ _log = logging.getLogger(__name__)
 
 
 class Misfit(Exception):
-    """The installed target does not fit the patch. The message is the reason."""
+    """A patch cannot be applied, because the installed framework differs from what the patch expects.
+
+    The message is the reason, e.g. a missing function or parameter.
+    """
 
 
 class Location:
-    """Attribute of an imported module that one or more patches change. Not thread-safe."""
+    """Attribute of an imported module or class, with the patches (changes of holmes) that apply to it.
+
+    The methods are not thread-safe.
+    """
 
     def __init__(self, patch: Patch):
-        """Find the patch's target, without changing it.
+        """Find the attribute that a patch is to change. The patch is not applied yet.
 
         Raises:
             Misfit: the module has no such attribute.
         """
-        self.target = patch.target
-        self.package = patch.module.partition(".")[0]
+        self.target = patch.target  # "module:qualname"
+        self.package = patch.module.partition(".")[0]  # "torch" of "torch.distributed"
         self.parent, self.name = _locate(patch.module, patch.qualname)  # parent: a module or class
-        self.inherited = self.name not in vars(self.parent)
-        self.original = _raw(self.parent, self.name)
+        self.is_inherited = self.name not in vars(self.parent)  # a base class of the parent defines it
+        self.original = _stored_value(self.parent, self.name)
         self.value = self.original  # the attribute's value now
-        self.patches: list[Patch] = []  # the outermost wrapper last
+        self.patches: list[Patch] = []  # in the order in which they were applied
 
     def check(self, patch: Patch) -> None:
-        """Check that the target has the parameters that the patch relies on.
+        """Check that the function which the patch changes has all parameters that the patch relies on.
 
         Raises:
-            Misfit: a parameter is missing, or the target has no signature.
+            Misfit: a parameter is missing, or the function has no signature.
         """
         if not patch.parameters:
             return
@@ -61,69 +70,82 @@ class Location:
             raise Misfit(reason)
 
     def add(self, patch: Patch) -> None:
-        """Apply the patch. If its `replace` raises an error, nothing has changed."""
-        value = self._apply(patch, self.value)
+        """Apply a patch to the attribute. If the patch raises an error, the attribute has not changed."""
+        value = self._patched_value(patch, self.value)
         self.patches.append(patch)
-        self._hold(value)
+        self._set_everywhere(value)
 
     def remove(self, patch: Patch) -> None:
-        """Remove the patch. When the last one is removed, the attribute and its copies are the original."""
+        """Remove a patch from the attribute, and keep the other patches.
+
+        After the last patch is removed, the attribute and its copies have their original value.
+        """
         self.patches.remove(patch)
         value = self.original
-        for other in self.patches:
-            value = self._apply(other, value)
-        self._hold(value)
+        for remaining_patch in self.patches:
+            value = self._patched_value(remaining_patch, value)
+        self._set_everywhere(value)
 
-    def _apply(self, patch, value):
-        """Return what replaces `value` under this patch.
+    def _patched_value(self, patch, value):
+        """Return the new value of the attribute if a patch (a change of holmes) is applied to `value`.
 
-        With Patch.wrap it is a plain function, not a callable object, so that Python binds it to instances
-        and pickles it as it does with the original.
+        If the patch has a wrapper (Patch.wrap), the value is a plain function that calls the wrapper. Python
+        binds a plain function to instances, and pickles it like the original. A callable object would not do.
+
+        Args:
+            value: The attribute's value without this patch, e.g. a function or a staticmethod object.
         """
         if patch.replace:
             return patch.replace(value)
         decorator = type(value) if isinstance(value, (staticmethod, classmethod)) else None
         function = value.__func__ if decorator else value
-        is_bound = not isinstance(self.parent, ModuleType) and decorator is not staticmethod
+        has_self = not isinstance(self.parent, ModuleType) and decorator is not staticmethod
 
         @functools.wraps(function)
         def call(*args, **kwargs):
             instance = None
             wrapped = function
-            if is_bound:
+            if has_self:  # or the class as first argument, of a classmethod
                 instance, args = args[0], args[1:]
                 wrapped = function.__get__(instance, type(instance))
             if patch in self.patches:
                 return patch.wrap(wrapped, instance, args, kwargs)
-            return wrapped(*args, **kwargs)  # a copy outlived the patch
+            return wrapped(*args, **kwargs)  # the patch was removed, but somebody still holds this function
 
         return decorator(call) if decorator else call
 
-    def _hold(self, value):
-        """Set the attribute, and all copies of its former value, to the new value."""
+    def _set_everywhere(self, value):
+        """Give the attribute a new value, and replace all copies of the former value in the framework."""
         former = self.value
         if former is not self.original and vars(self.parent).get(self.name) is not former:
             _log.warning("holmes: %s was changed by somebody else meanwhile: it stays as it is", self.target)
-        elif value is self.original and self.inherited:
-            delattr(self.parent, self.name)
+        elif value is self.original and self.is_inherited:
+            delattr(self.parent, self.name)  # the base class's attribute is found again
         else:
             setattr(self.parent, self.name, value)
         self.value = value
-        if callable(self.original):  # constants have no copies: every None is the same object
-            for table in self._tables():
-                for key, held in list(table.items()):
+        if callable(self.original):  # a constant is not searched for: every None is the same object
+            for namespace in self._namespaces():
+                for key, held in list(namespace.items()):
                     if held is former:
-                        table[key] = value
+                        namespace[key] = value
 
-    def _tables(self):
-        """Return the dicts that may contain copies of the attribute."""
+    def _namespaces(self):
+        """Return the dicts that may hold copies of the attribute.
+
+        For a function, these are the namespaces of all modules of the framework (`from x import f`). For a
+        method, these are the dicts that are attributes of its class.
+        """
         if isinstance(self.parent, ModuleType):
-            return [vars(module) for module in _modules(self.package)]
-        return [table for table in list(vars(self.parent).values()) if isinstance(table, dict)]
+            return [vars(module) for module in _imported_modules(self.package)]
+        return [attribute for attribute in list(vars(self.parent).values()) if isinstance(attribute, dict)]
 
 
 def _locate(module, qualname):
-    """Return the module or class that has the attribute, and the attribute's name.
+    """Find an attribute of an imported module, e.g. "Engine.step" in "deepspeed.runtime.engine".
+
+    Returns:
+        The module or class that has the attribute (the class Engine), and the attribute's name ("step").
 
     Raises:
         Misfit: there is no such attribute.
@@ -137,19 +159,17 @@ def _locate(module, qualname):
     return parent, name
 
 
-def _raw(parent, name):
-    """Return the attribute as it is stored, e.g. a staticmethod object instead of its function."""
+def _stored_value(parent, name):
+    """Return an attribute as its module or class stores it, e.g. a staticmethod object, not its function."""
     if isinstance(parent, ModuleType) and name not in vars(parent):
         return getattr(parent, name)  # the module computes it by __getattr__
     return inspect.getattr_static(parent, name)
 
 
-def _modules(package):
-    """Return the imported modules of a top-level package.
-
-    It copies only the names of sys.modules, not its items: tuples of items may start the garbage collector,
-    whose finalizers may import modules and so change sys.modules during the loop.
-    """
+def _imported_modules(package):
+    """Return all modules of a top-level package that are imported, e.g. of "torch"."""
+    # Only names are copied: list(sys.modules.items()) makes tuples, which may start the garbage collector.
+    # Its finalizers may import modules, and so change sys.modules while the list is made.
     names = [name for name in list(sys.modules) if name == package or name.startswith(package + ".")]
     modules = [sys.modules.get(name) for name in names]
     return [module for module in modules if isinstance(module, ModuleType)]

@@ -1,4 +1,10 @@
-"""A patch of a framework: a value that says what to change, where it fits and why."""
+"""Describes the changes that holmes makes to a framework (torch, DeepSpeed, ...) at run time.
+
+    Patch      one change to one attribute of a module or class, e.g. a wrapper around a function
+    Feature    a group of patches that are applied together, for a range of the framework's versions
+
+The registry (registry.py) applies patches when their modules are imported.
+"""
 
 import functools
 import importlib.metadata
@@ -19,21 +25,26 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @functools.cache
 def installed_version(distribution: str) -> str | None:
-    """Return the version of a package from its metadata, without an import; None if it is not installed."""
+    """Return the version of a package, or None if it is not installed.
+
+    The version is read from the package's metadata, so the package is not imported.
+    """
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-#: What a version that says nothing counts as: newer than all that are known.
+#: Stands for a version that does not name a release: it counts as newer than all known releases.
 UNKNOWN = Version("9999")
 
 
 @functools.cache
 def release_of(version: str) -> Version:
-    """The release that a version is or will be: 2.7.0 of a vendor's 2.7.0a0+79aa17489c.nv25.4; UNKNOWN of one
-    that says nothing, as a git checkout's 0+unknown or 0.1.dev1+g1234567."""
+    """Return the release to which a version of a package belongs, e.g. 2.7.0 for 2.7.0a0+79aa17489c.nv25.4.
+
+    Some versions name no release, e.g. 0+unknown or 0.1.dev1+g1234567 of a git checkout: UNKNOWN is returned.
+    """
     try:
         release = Version(Version(version).base_version)
     except InvalidVersion:
@@ -43,29 +54,22 @@ def release_of(version: str) -> Version:
 
 @dataclass(frozen=True)
 class Feature:
-    """What patches do together: all are applied, or none. HOLMES_DISABLE and --holmes-require take its name.
+    """Group of patches (changes to a framework) that are all applied, or not at all."""
 
-    versions    distribution and PEP 440 range, as in "deepspeed>=0.19,<0.20".
-    tried       the versions that the feature was run with, at least the oldest and the newest.
-    read        others, of which only the source was compared: that the targets are there, and what they do.
-    option      the field of Options that asks for the feature, "" when every job does; `idle`: its values
-                that do not.
-    version_of  version_of() -> version or None, for a module that is vendored or run from a source tree:
-                called once a target's module is imported, instead of reading metadata. None: another
-                framework's module of that name; the feature is off without a warning.
-    what        what it does for the user, in a few words.
-    binding     once its framework is imported it must fit, or the job ends.
-    """
+    name: str  # as HOLMES_DISABLE and --holmes-require take it
+    versions: str  # package and PEP 440 range, as in "deepspeed>=0.19,<0.20"
+    tried: tuple[str, ...] = ()  # versions that the feature was run with, at least the oldest and the newest
+    option: str = ""  # field of Options that switches the feature on; "" if every job uses it
+    idle: tuple[str, ...] = ()  # values of `option` that leave the feature off
 
-    name: str
-    versions: str
-    tried: tuple[str, ...] = ()
-    option: str = ""
-    idle: tuple[str, ...] = ()
+    #: Returns the version of the imported framework, if its package has no metadata: it is vendored, or runs
+    #: from a source tree. None if the imported module belongs to another framework: the feature is then off
+    #: without a warning.
     version_of: Callable[[], str | None] | None = None
-    read: tuple[str, ...] = ()
-    binding: bool = False
-    what: str = ""
+
+    read: tuple[str, ...] = ()  # versions whose source was compared only, without a run
+    binding: bool = False  # whether the job ends if the framework is imported and a patch does not fit it
+    what: str = ""  # what the feature does for the user, in a few words
 
     def __post_init__(self):
         Requirement(self.versions)  # InvalidRequirement is a ValueError
@@ -82,12 +86,16 @@ class Feature:
 
     @property
     def asked_by(self) -> str:
-        """ "--holmes-overlap auto or on", "--holmes-profile"; "" when every job does."""
+        """Options that switch the feature on, e.g. "--holmes-overlap auto or on"; "" if every job uses it."""
         values = [value for value in CHOICES.get(self.option, ()) if value not in self.idle]
         return " ".join([flag(self.option), " or ".join(values)]).strip() if self.option else ""
 
     def version_misfit(self, version: str | None) -> str | None:
-        """Why it does not support this version (None: not installed); None: it does, or who knows."""
+        """Return why the feature does not support a version of its framework; None if it does.
+
+        Args:
+            version: None if the framework is not installed. A version that names no release is supported.
+        """
         name, supported = self.requirement.name, self.requirement.specifier
         if version is None:
             return f"{name} is not installed"
@@ -96,8 +104,10 @@ class Feature:
         return None if fits else f"{name} {version} is not supported (needs {supported})"
 
     def beyond_tried(self, version: str | None) -> str:
-        """Says that nobody has tried this version: its minor release is newer than all that were, or it says
-        nothing; "" for others."""
+        """Return a message if a version of the framework is newer than all that were tried; "" if it is not.
+
+        Only major and minor release numbers are compared. A version that names no release counts as newer.
+        """
         newest = max(map(Version, self.tried), default=UNKNOWN)
         if version is None or release_of(version).release[:2] <= newest.release[:2]:
             return ""
@@ -108,26 +118,30 @@ class Feature:
 
 @dataclass(frozen=True)
 class Patch:
-    """Change to one attribute of a framework, either by `wrap` or by `replace`.
+    """Change that holmes makes to one attribute of a framework (the target), e.g. to a function or method.
+
+    Either the field `wrap` is set, a function that runs instead of the target, or `replace`, a function that
+    returns the attribute's new value.
 
     Raises:
         ValueError: a field is malformed.
     """
 
-    feature: Feature
+    feature: Feature  # the group of patches that are applied together
     target: str  # "module:qualname", as in "deepspeed.runtime.pipe.p2p:send"
     reason: str  # why the framework must be changed here: one line for `holmes patches`
 
     #: Called instead of the target as wrap(wrapped, instance, args, kwargs), the convention of the package
-    #: wrapt: `wrapped` is the target, bound to its instance; `instance` is None for functions and static
-    #: methods. The decorators of wrap.py make such a function of one that names the arguments it reads.
+    #: wrapt. `wrapped` is the target, bound to `instance` if it is a method. `instance` is None for functions
+    #: and static methods. The decorator by_name (wrap.py) makes such a function.
     wrap: Callable | None = None
 
-    #: replace(original) returns the new value of the attribute. `original` is the value as it is stored, e.g.
-    #: a staticmethod object.
+    #: Called as replace(original), returns the new value of the attribute. `original` is the value as it is
+    #: stored in the module or class, e.g. a staticmethod object.
     replace: Callable | None = None
 
-    #: Names of the target's parameters that wrap or replace relies on. Those that by_name found are added.
+    #: Parameters that the target must have: otherwise the feature is switched off. The parameters that
+    #: by_name (wrap.py) found are added.
     parameters: tuple[str, ...] = ()
 
     only: str = ""  # PEP 440 range of the feature's versions that have this target; "" for all of them
@@ -150,16 +164,20 @@ class Patch:
     def qualname(self) -> str:
         return self.target.partition(":")[2]
 
-    def belongs_to(self, version: str | None) -> bool:
-        """Return whether this version of the framework has the target; True if the version is unknown."""
+    def is_for_version(self, version: str | None) -> bool:
+        """Return whether the patch is meant for this version of the framework.
+
+        The field `only` limits a patch to the versions that have the patched function. An unknown version
+        (None) is accepted.
+        """
         return not self.only or version is None or SpecifierSet(self.only).contains(release_of(version))
 
 
 class PatchStatus(NamedTuple):
-    """State of one patch in this process, for `holmes patches`."""
+    """State of one patch (a change to a framework's attribute) in this process, for `holmes patches`."""
 
     feature: str
     target: str
-    state: str  # "waiting" (for an import), "applied", "off" or "other version" (the patch is for that one)
+    state: str  # "waiting" (for an import), "applied", "off" or "other version" (made for another version)
     reason: str  # why the patch is off; in the other states, why it exists
     version: str | None  # of the framework, as installed

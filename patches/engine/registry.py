@@ -60,21 +60,22 @@ class _NotLoaded(Exception):
 
 
 class _Progress:
-    """The patches of one feature and how far they have come."""
+    """State of a feature: a group of patches of a framework, which are all applied or not at all."""
 
     def __init__(self, feature: Feature):
         self.feature = feature
         self.patches: list[Patch] = []
-        self.required = self.begun = False
+        self.required = False  # whether an error is raised if a patch does not fit the framework
+        self.begun = False  # whether the first patches are applied; others may wait for an import
         self.anyway = False  # used under a version that was not tried, if all of its patches fit
         self.off: str | None = _UNWANTED  # why it is off; None while it is on
         self.applied: dict[Patch, Location] = {}
-        self.version: str | None = None
+        self.version: str | None = None  # of the framework, as installed
 
     def state(self, patch: Patch) -> str:
         if self.off:
             return "off"
-        if not patch.belongs_to(self.version):
+        if not patch.is_for_version(self.version):
             return "other version"
         return "applied" if patch in self.applied else "waiting"
 
@@ -232,27 +233,14 @@ class Registry:
                     self._advance(progress, name)
 
     def _advance(self, progress, imported):
-        """Check what can be known of the feature now; apply the patches whose modules are imported."""
+        """Apply the patches of a feature whose modules are imported. If one does not fit, switch all off.
+
+        Args:
+            progress: State of the feature.
+            imported: Name of a module whose import has just ended.
+        """
         try:
-            if progress.feature.version_of:
-                progress.version = progress.feature.version_of()
-                if progress.version is None:
-                    raise _NotLoaded(f"what is loaded is not {progress.feature.requirement.name}")
-                if reason := progress.misfit():
-                    raise Misfit(reason)
-            pending = [patch for patch in progress.patches
-                       if patch not in progress.applied and patch.belongs_to(progress.version)]
-            ready = [patch for patch in pending if patch.module == imported or _is_imported(patch.module)]
-            locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
-            for patch, location in locations.items():  # first: these know best which framework it is
-                location.check(patch)
-            for patch in pending:
-                if patch not in ready and not progress.begun and (reason := source_misfit(patch)):
-                    raise Misfit(reason)
-            progress.begun = True
-            for patch, location in locations.items():
-                location.add(patch)
-                self._locations[patch.target] = progress.applied[patch] = location
+            self._apply_ready_patches(progress, imported)
         except _NotLoaded as other:
             progress.required &= not progress.feature.binding
             self._switch_off(progress, str(other), level=logging.DEBUG)
@@ -262,6 +250,43 @@ class Registry:
             # a patch's replace or version_of, or a framework's odd source: not the user's fault
             _log.debug("holmes: feature %s", progress.feature.name, exc_info=True)
             self._switch_off(progress, f"{type(error).__name__}: {error}", error)
+
+    def _apply_ready_patches(self, progress, imported):
+        """Apply the patches of a feature whose modules are imported, after checking all of its patches.
+
+        Args:
+            progress: State of the feature.
+            imported: Name of a module whose import has just ended.
+
+        Raises:
+            _NotLoaded: the imported module belongs to another framework with the same module name.
+            Misfit: a patch does not fit the installed version of the framework.
+        """
+        if progress.feature.version_of:  # the version can be read only after the import
+            progress.version = progress.feature.version_of()
+            if progress.version is None:
+                raise _NotLoaded(f"what is loaded is not {progress.feature.requirement.name}")
+            if reason := progress.misfit():
+                raise Misfit(reason)
+
+        pending = [
+            patch
+            for patch in progress.patches
+            if patch not in progress.applied and patch.is_for_version(progress.version)
+        ]
+        ready = [patch for patch in pending if patch.module == imported or _is_imported(patch.module)]
+        locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
+        for patch, location in locations.items():
+            location.check(patch)
+        if not progress.begun:
+            for patch in pending:
+                if patch not in ready and (reason := source_misfit(patch)):  # reads the source of the module
+                    raise Misfit(reason)
+        progress.begun = True
+        for patch, location in locations.items():
+            location.add(patch)
+            self._locations[patch.target] = location
+            progress.applied[patch] = location
 
     def _switch_off(self, progress, reason, cause=None, level=logging.WARNING):
         self._remove(progress)

@@ -1,21 +1,20 @@
-"""Decorators and classes that make wrappers of frameworks' functions, for Patch.wrap.
+"""Decorators for wrappers: functions of holmes that run instead of a framework's function (the target).
 
-A wrapper runs instead of the patched function, the target. It has a parameter for each argument of the target
-that it reads, of the same name, and calls the target through `call`:
+A wrapper names the parameters of the target that it reads, and calls the target by `call()`:
 
     @by_name
     def split_layers(call, instance, method):      # `method` is a parameter of the target
         if method == "uniform":
             return call()                          # call the target with the program's arguments
-        return call(method="parameters")           # call it with another `method`; the rest stays
+        return call(method="parameters")           # the same, but with another value of `method`
 
     @with_session
     @by_name
-    def report_split(current, call, instance):     # `current` is the active session of holmes;
-        ...                                        # without one, only the target runs
+    def report_split(current, call, instance):     # `current` is the session: this process's job under holmes
+        ...                                        # without a session, only the target runs
 
-The target receives all arguments that the wrapper does not name, including those that a later release of the
-framework adds (call.py).
+`call` is a Call (call.py), and `instance` is the object whose method was called. `call()` passes all of the
+program's arguments on, including those that a later release of the framework adds.
 """
 
 from __future__ import annotations
@@ -31,18 +30,19 @@ from holmes_ext.runtime import session
 
 
 def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert wrapper(call, instance, ...) into a function that Patch.wrap accepts.
+    """Convert a wrapper with named parameters to a function (target, instance, args, kwargs) for Patch.wrap.
 
-    Each further parameter of the wrapper has the name of a parameter of the target. It receives the program's
-    argument, or the target's default if the program gave none.
-
-    The target must have these parameters: the result lists them in `parameters`, and the engine switches the
-    feature off if one is missing. Parameters with a default in the wrapper are exempt: they receive that
-    default from a version of the target which lacks them.
+    A wrapper runs instead of a framework's function, its target.
 
     Args:
-        wrapper: Its first parameter is `current` if with_session supplies the session, then come `call` (a
-            Call) and `instance` (the object of a method; None for functions and static methods).
+        wrapper: A function (call, instance, ...), or (current, call, instance, ...) if with_session decorates
+            the result. Each further parameter has the name of a parameter of the target, and receives the
+            value with which the program calls the target. A default in the wrapper is used if the installed
+            version of the target has no such parameter.
+
+    Returns:
+        The function. Its attribute `parameters` lists the parameters that the target must have: those without
+        a default in the wrapper.
 
     Raises:
         TypeError: the wrapper has *args or **kwargs.
@@ -60,16 +60,20 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(wrapper)
     def wrap(*arguments: Any) -> Any:
         *session_if_taken, target, instance, args, kwargs = arguments
-        call = Call(target, args, kwargs, names)
+        call = Call(target, args, kwargs, names)  # the wrapper calls the target through it
         values = call.values(names, fallbacks) if names else ()
         return wrapper(*session_if_taken, call, instance, *values)
 
+    # The registry of patches switches a feature off whose target lacks one of these parameters.
     wrap.parameters = tuple(name for name in names if name not in fallbacks)  # type: ignore[attr-defined]
     return wrap
 
 
 def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Supply the active session as the wrapper's first argument; without a session, call only the target."""
+    """Decorate a wrapper so that it receives the session of holmes (this process's job) as first argument.
+
+    If no session is active, the wrapper does not run: only the framework's own function is called.
+    """
 
     @wraps(wrapper)
     def wrap(wrapped, instance, args, kwargs):
@@ -82,7 +86,10 @@ def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
-    """Return a wrapper for Patch.wrap that calls the target within `with context():`."""
+    """Return a wrapper of a framework's function that calls the function within `with context():`.
+
+    The wrapper is for Patch.wrap.
+    """
 
     @by_name
     def wrapper(call, instance):
@@ -93,10 +100,9 @@ def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
 
 
 class Running:
-    """Wrapper for Patch.wrap that lists the objects whose patched method is running now.
+    """Wrapper of a framework's method that lists the objects on which the method is running now.
 
-    Other wrappers look at the list to find out from where they are called: a patch of a function that several
-    methods use may have to act only while one of these methods runs.
+    Another wrapper reads the list to find out whether it was called from within this method.
     """
 
     def __init__(self) -> None:
@@ -108,7 +114,7 @@ class Running:
 
     @contextmanager
     def on(self, instance: Any) -> Iterator[None]:
-        """List the instance as running until the context ends."""
+        """Add an object to the list `instances` until the context ends."""
         self.instances.append(instance)
         try:
             yield

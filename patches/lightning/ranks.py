@@ -1,9 +1,11 @@
-"""Gives Lightning the node number that the plan assigned to this process.
+"""Makes Lightning number the nodes, and so the ranks, in the order of holmes's plan.
 
-Under a plan, ranks are renumbered. How Lightning learns the rank of a process depends on the launcher:
+holmes may renumber the ranks of a job before the training script runs. Lightning gets the rank of a process
+in one of two ways, depending on the launcher:
 
-    torchrun, srun         from RANK or SLURM_PROCID, which holmes has renumbered already
-    any other launcher     LightningEnvironment: node_rank() x processes per node + LOCAL_RANK, patched here
+    torchrun, srun     It reads RANK or SLURM_PROCID. holmes has changed these already.
+    other launchers    LightningEnvironment computes node_rank() x processes per node + LOCAL_RANK. Here
+                       node_rank() is replaced, so that it returns the planned number of the node.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from holmes_ext.patches.lightning.features import RANKS
 @with_session
 @by_name
 def _planned_node(current, call, instance):
-    """Return the planned number of this process's node as LightningEnvironment.node_rank().
+    """Return the number of this process's node in holmes's plan: runs instead of Lightning's node_rank().
 
-    In a process without a launcher the world size is 1: Lightning starts the other processes itself, later.
+    Wrapper of LightningEnvironment.node_rank, which `call()` runs.
+
+    Without a launcher, the plan's world size is 1, because Lightning starts the other processes later. Then
+    Lightning's own number is returned.
     """
     if current.plan.world_size == 1:
         return call()
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     return current.rank // current.plan.processes
 
 

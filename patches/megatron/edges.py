@@ -316,7 +316,7 @@ def _communicate(
     evaluation, call() runs that method.
 
     wait_on_reqs has no effect, because received tensors are complete on return. It is a parameter so that
-    call.refuse_unknown() accepts it.
+    call.refuse_unread_arguments() accepts it.
 
     Returns:
         The tensor from the previous stage, the tensor from the next stage, and None for requests to wait for.
@@ -325,7 +325,7 @@ def _communicate(
     if step is None:  # the mailbox does not transfer the messages now
         return call()
     # Raise an error if the caller gave an argument that this wrapper does not have: it would have no effect.
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     if tensor_send_next is not None:
         step.send("F", tensor_send_next, instance.next_rank)  # "F": activation of a forward pass
     if tensor_send_prev is not None:

@@ -175,7 +175,7 @@ def _unbatched(
     if not groups.by_peer and groups.second_group is None:  # the pipeline group uses the fastest network
         return call()
     # Raise an error if the caller gave an argument that this wrapper does not have: it would have no effect.
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     import torch.distributed as dist
 
     tensors = {

@@ -1,10 +1,10 @@
-"""Averages the buckets of a DistributedDataParallel (DDP) as the plan says.
+"""Averages the buckets of a DistributedDataParallel (DDP) as the plan of the job says.
 
-DDP copies gradients into buckets (flat tensors), and calls a comm hook for each bucket that is full. ddp.py
-registers a hook whose state is a `BucketReducer`. Terms:
+DDP copies gradients into buckets (flat tensors), and calls its comm hook for each bucket that is full. The
+comm hook of holmes (ddp.py) calls the method `reduce` of a `BucketReducer`. Terms:
 
-    two levels     hierarchical all-reduce: sums inside each cluster, then sums of those between clusters
-    wire dtype     the dtype in which a bucket is sent, if it differs from the gradients' (fp16_compress_hook)
+    two levels     hierarchical all-reduce: sums inside each cluster first, then between clusters
+    wire dtype     the dtype in which a bucket is sent, e.g. float16 if the program uses fp16_compress_hook
     apart          clusters train without each other for some steps, then average their weights
                    (--holmes-apart)
 """
@@ -25,46 +25,54 @@ from holmes_ext.runtime.watch.failure import describe_failure
 
 
 class StartedBucket(NamedTuple):
-    """A bucket whose sum has started, and which `BucketReducer.finish` will wait for."""
+    """Bucket of gradients whose sum over the ranks has started. `BucketReducer.finish` waits for it."""
 
-    number: int
+    number: int  # index of the bucket in its DistributedDataParallel
     work: Any  # the operation that sums `sent`
     sent: Any  # the tensor that is summed: `flat`, or a copy of it in the wire dtype
     flat: Any  # DDP's tensor with the gradients of the bucket
-    parameters: list[Any]
+    parameters: list[Any]  # those whose gradients are in the bucket
     gradients: list[Any]  # views of `flat`, one for each of the parameters
 
 
 class BucketReducer:
-    """Starts and finishes the averages of all buckets of one DistributedDataParallel.
+    """State of holmes's comm hook: averages the gradient buckets of one DistributedDataParallel (DDP).
 
-    On a GPU, DDP calls the hook on the stream of the backward pass, for the same buckets in the same order on
-    all ranks. The two levels run on streams of their own. A side stream waits for them and completes the
-    future, so neither the backward pass nor the host waits. (This was read in torch's source, not run on
-    GPUs.) The tensors that are sent are DDP's buckets or kept here, so they live as long as DDP.
+    On a GPU, DDP calls the comm hook on the stream of the backward pass. The sums run on other streams. One
+    more stream waits for the sums and completes the hook's future. So neither the backward pass nor the host
+    waits. (This was read in torch's source, not run on GPUs.)
+
+    All ranks start the same buckets in the same order.
     """
 
     def __init__(self, ddp: Any, all_reduce: Any, planned_sum: Any = None):
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
         self.all_reduce = all_reduce  # starts the sum of a flat tensor over the group
-        # The plan's choice for these gradients (a GroupSum), which supplies all_reduce. On the CPU it may
-        # change while the job runs; the size of the buckets does not. None: torch's all-reduce.
+        # How the plan sums these gradients (a GroupSum); all_reduce is then its method. On the CPU the plan
+        # may change while the job runs (_follow_plan). None: all_reduce is torch's.
         self._planned_sum = planned_sum
         self._was_summed = False  # whether this step's buckets were summed as planned
-        if planned_sum is not None and planned_sum.apart.settings is not None:
+        if planned_sum is not None and planned_sum.apart.settings is not None:  # --holmes-apart
             ddp.register_forward_pre_hook(self.before_forward)
+        # ddp.py sets these three when the program registers a comm hook or uses join().
         self.program_hook: tuple[Any, Any] | None = None  # (state, hook) that reduces instead of this object
         self.has_registered_hook = False  # whether the program has registered its hook: DDP allows one
-        self.wire_dtype: Any = None  # None: the gradients' dtype
-        self.ranks_with_inputs: Any = None  # under join(): the Work that counts them
-        # Buckets of a pipeline's training step that finish() waits for; None if DDP waits for each of them.
+        self.wire_dtype: Any = None  # the dtype in which buckets are sent; None: the gradients' dtype
+        self.ranks_with_inputs: Any = None  # under join(): Work whose result is the number of these ranks
+        # Buckets that finish() waits for at the end of a pipeline's training step, which sets an empty list
+        # first. None: DDP waits for each bucket.
         self.postponed: list[StartedBucket] | None = None
-        self._wire_tensors: dict[int, Any] = {}  # by bucket
-        self._side_stream: Any = None
+        self._wire_tensors: dict[int, Any] = {}  # index of a bucket -> its copy in the wire dtype
+        self._side_stream: Any = None  # waits for sums on a GPU
 
     def reduce(self, bucket: Any) -> Any:
-        """Start the average of a bucket, and return the future of the bucket's tensor."""
+        """Start the average of a bucket over the ranks, as the comm hook of DistributedDataParallel (DDP).
+
+        Returns:
+            A future of the bucket's tensor. In a pipeline's training step (self.postponed is a list) the
+            future is complete at once, and finish() waits for the average.
+        """
         import torch
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -78,27 +86,42 @@ class BucketReducer:
 
         follows_plan = self._planned_sum is not None and not flat.is_cuda
         if follows_plan and index == 0:
-            self._follow_plan()
-        sent = self._tensor_to_send(index, flat)
+            self._follow_plan()  # the first bucket of a step: the plan may have changed self.all_reduce
+        sent = self._tensor_to_send(index, flat)  # `flat`, or a copy of it in another dtype
         sent.div_(self._divisor(ddp))
         ends_backward = follows_plan and bucket.is_last()
         span = telemetry.span(telemetry.LAST_BUCKET) if ends_backward else nullcontext()
-        with self._named(index), span:
+        with self._errors_naming(index), span:
             work = self.all_reduce(sent)
 
-        def store(done: Any) -> Any:
-            with self._named(index):
-                done.value()  # raises the error of a failed sum
-            return flat if sent is flat else flat.copy_(sent)
-
-        if self.postponed is None and not flat.is_cuda:
-            return work.get_future().then(before_exit(store))
-        future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         if self.postponed is not None:
             started = StartedBucket(index, work, sent, flat, bucket.parameters(), bucket.gradients())
             self.postponed.append(started)
+            future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
             future.set_result(flat)
             return future
+        if flat.is_cuda:
+            return self._complete_on_side_stream(work, sent, flat)
+
+        def finish_bucket(summed: Any) -> Any:
+            with self._errors_naming(index):
+                summed.value()  # raises the error of a failed sum
+            return flat if sent is flat else flat.copy_(sent)
+
+        # before_exit() lets the interpreter wait at its exit for callbacks that still run.
+        return work.get_future().then(before_exit(finish_bucket))
+
+    def _complete_on_side_stream(self, work: Any, sent: Any, flat: Any) -> Any:
+        """Return a future of a bucket on a GPU, which a side stream completes after the bucket's sum.
+
+        Args:
+            work: The operation that sums `sent`.
+            sent: The tensor that is summed: `flat`, or a copy of it in another dtype.
+            flat: The tensor of the bucket.
+        """
+        import torch
+
+        future: Any = torch.futures.Future(devices=[flat.device])
         self._side_stream = self._side_stream or torch.cuda.Stream(flat.device)
         with torch.cuda.stream(self._side_stream):  # a stream that asks for the value waits for this one
             work.wait()
@@ -106,10 +129,14 @@ class BucketReducer:
         return future
 
     def _tensor_to_send(self, index: int, flat: Any) -> Any:
-        """Return the bucket's tensor, or a copy of it in the wire dtype.
+        """Return the tensor of a bucket, or a copy of it in the dtype in which it is sent (wire_dtype).
 
-        The copy is the same tensor in every step: compression to int8 keeps the rounding error of each tensor
-        and adds it in the next step.
+        Every step uses the same tensor for the copy. The compression to int8 requires this: it keeps the
+        rounding error of each tensor, and adds it in the next step.
+
+        Args:
+            index: Index of the bucket.
+            flat: The tensor of the bucket.
         """
         import torch
 
@@ -123,53 +150,71 @@ class BucketReducer:
         return sent
 
     def _follow_plan(self) -> None:
-        """Reduce this step's buckets as the plan says now.
+        """Switch to another all-reduce if the plan for the gradients has changed.
 
-        The first bucket of a step, which is the same on all ranks, is the moment to change the way.
+        holmes may change the plan while the job runs. This method is called at the first bucket of a step, so
+        that all ranks switch together.
         """
         if self.ranks_with_inputs is not None:
+            # Clusters cannot train without each other under join(): --holmes-apart is refused with this name.
             self._planned_sum.apart.refusal = "DistributedDataParallel.join()"
-        if self._planned_sum.follow():
+        has_changed = self._planned_sum.follow()
+        if has_changed:
             self.all_reduce = self._planned_sum.all_reduce
-        self._planned_sum.note(self._planned_sum.size, overlap=True, follows=True)
-        self._was_summed = True
+        self._planned_sum.note(self._planned_sum.size, overlap=True, follows=True)  # for the job's report
+        self._was_summed = True  # read by before_forward()
 
     def before_forward(self, ddp: Any, _: Any) -> None:
-        """Let clusters that train apart average their weights, once a step, before the weights are read."""
+        """Let clusters that train apart (--holmes-apart) average their weights if it is time to.
+
+        This is a forward pre-hook of DistributedDataParallel: weights must not change during the pass. It
+        acts once for each training step, before the first forward pass after the step's reduction.
+        """
         import torch
 
         if self._was_summed and ddp.training and torch.is_grad_enabled():
             self._was_summed = False
-            self._planned_sum.step()
+            self._planned_sum.step()  # counts steps, and averages weights after every N-th
 
     def finish(self) -> None:
-        """Wait for the postponed buckets of a pipeline's training step, and update the gradients.
+        """Wait until the buckets of a pipeline's training step are averaged, and update the gradients.
 
-        DDP took the buckets for reduced when they were started. Where a .grad is not a view of its bucket,
-        DDP has copied the unreduced gradient by now, so it is copied again.
+        DistributedDataParallel (DDP) has not waited: reduce() returned a completed future for each bucket. So
+        DDP may have copied gradients to `.grad` before they were averaged. They are copied once more.
         """
         for bucket in self.postponed or ():
-            with self._named(bucket.number):
+            with self._errors_naming(bucket.number):
                 bucket.work.wait()
-            if bucket.sent is not bucket.flat:
+            if bucket.sent is not bucket.flat:  # sent in another dtype
                 bucket.flat.copy_(bucket.sent)
             for parameter, gradient in zip(bucket.parameters, bucket.gradients):
-                if parameter.grad is not None and parameter.grad.data_ptr() != gradient.data_ptr():
+                is_view_of_bucket = (
+                    parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr()
+                )
+                if parameter.grad is not None and not is_view_of_bucket:
                     parameter.grad.copy_(gradient)
 
     def _divisor(self, ddp: Any) -> int:
-        """Return the number of ranks whose gradients are averaged.
+        """Return the number by which a sum of gradients is divided: the number of ranks that are averaged.
 
-        Under join(divide_by_initial_world_size=False) only ranks that still have inputs count.
+        Under DistributedDataParallel.join(divide_by_initial_world_size=False) only the ranks that still have
+        inputs are counted.
         """
-        if self.ranks_with_inputs is None or ddp._divide_by_initial_world_size:
-            return self._planned_sum.count if self._planned_sum is not None else self._group.size()
-        self.ranks_with_inputs.wait()
-        return int(self.ranks_with_inputs.result()[0])
+        counts_all_ranks = self.ranks_with_inputs is None or ddp._divide_by_initial_world_size
+        if not counts_all_ranks:
+            self.ranks_with_inputs.wait()
+            return int(self.ranks_with_inputs.result()[0])
+        if self._planned_sum is not None:
+            return self._planned_sum.count  # only this cluster's ranks while clusters train apart
+        return self._group.size()
 
     @contextmanager
-    def _named(self, index: int) -> Iterator[None]:
-        """Turn a transport error into one that names the bucket, the ranks and the network."""
+    def _errors_naming(self, index: int) -> Iterator[None]:
+        """Replace an error of the network by a HolmesError that names the bucket, its ranks and the network.
+
+        Args:
+            index: Index of the bucket that is reduced within the context.
+        """
         try:
             yield
         except RuntimeError as error:

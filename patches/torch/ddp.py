@@ -1,21 +1,24 @@
-"""Reduces DistributedDataParallel's buckets in two levels, if the plan does so for a group over clusters.
+"""Makes DistributedDataParallel (DDP) average gradients by hierarchical all-reduce if ranks span clusters.
 
-"Two levels" is a hierarchical all-reduce: inside each cluster first, then between clusters. It is put into
-DDP as a comm hook, which is public in torch and replaces only the sum of a bucket. DDP's reducer (C++) still
-decides which gradients form a bucket, when it is reduced and into which .grad. So no_sync(), unused
-parameters, static_graph and gradient_as_bucket_view work as in stock (torch without holmes).
+Terms:
 
-The hook is registered at construction: a rank without inputs under join() never runs a forward pass, but must
-sum its zeros like all other ranks. A reducer takes a single hook. So if the program registers one, holmes's
-hook stays and changes what it does:
+    hierarchical all-reduce   sums inside each cluster first, then between clusters; also called "two levels"
+    comm hook                 a function that DDP calls for each full bucket of gradients, instead of its own
+                              all-reduce; torch has a public method to register it, and accepts only one
 
-    the program registers                   a bucket is reduced by
-    nothing, allreduce_hook                 two levels
+holmes registers a comm hook when a DDP is constructed, if the plan of the job prefers two levels. DDP still
+decides which gradients form a bucket and when a bucket is reduced. So no_sync(), unused parameters,
+static_graph and gradient_as_bucket_view work as in torch without holmes.
+
+If the program registers a hook too, holmes's hook stays registered and acts as follows:
+
+    the program's hook                      a bucket is averaged by
+    none, or allreduce_hook                 two levels
     {fp16,bf16}_compress_hook (_wrapper)    two levels, in float16 or bfloat16
-    any other hook                          the program's hook; a message says so
+    any other                               the program's hook; rank 0 prints a message
 
-With an option that excludes a hook (_reason_for_stock()) the reduction stays stock's, and a message says so.
-Inside one cluster, and where a single ring is faster, nothing changes.
+Some options exclude a comm hook (_obstacle_to_hook()). DDP then reduces as in torch without holmes, and rank
+0 prints a message.
 """
 
 from __future__ import annotations
@@ -38,46 +41,60 @@ _reducers: weakref.WeakKeyDictionary[Any, BucketReducer] = weakref.WeakKeyDictio
 
 
 class HookEffect(NamedTuple):
-    """What a comm hook of the program does with a bucket."""
+    """What a comm hook of the program does with a bucket of gradients."""
 
-    is_average: bool  # whether it only averages, so that the two levels can take its place
-    wire_dtype: Any = None  # the dtype in which it sends the gradients; None: their own
+    is_average: bool  # whether it only averages, so that a hierarchical all-reduce can take its place
+    wire_dtype: Any = None  # the dtype in which it sends the gradients; None: the gradients' own dtype
 
 
 def postpone_reductions(module: Any) -> BucketReducer | None:
-    """Let the backward passes of a pipeline stage start reductions without waiting for them.
+    """Let the backward passes of a pipeline stage start gradient reductions without waiting for them.
+
+    Args:
+        module: The stage's module.
 
     Returns:
-        The reducer whose finish() waits for the reductions. None if DDP waits itself: the module is not in
-        DistributedDataParallel, the program's own hook reduces, or DDP looks for unused parameters, whose
-        gradients only DDP knows.
+        The reducer of the gradients. The caller calls finish() of the reducer to wait for the reductions.
+        None if DistributedDataParallel (DDP) waits itself, or does not reduce:
+
+        - The module is not a DDP, or its group has one rank.
+        - A comm hook of the program reduces, or an option of DDP excludes holmes's hook.
+        - DDP looks for unused parameters (find_unused_parameters, static_graph): it must write gradients
+          itself.
     """
     from torch.nn.parallel import DistributedDataParallel
 
     if not isinstance(module, DistributedDataParallel):
         return None
-    if module not in _reducers and not module._comm_hooks and module.process_group.size() > 1:
+    has_hook = module in _reducers or module._comm_hooks  # holmes's hook or the program's
+    if not has_hook and module.process_group.size() > 1:
         arguments = {
             "module": module.module,
             "process_group": module.process_group,
             "mixed_precision": module.mixed_precision,
             "delay_all_reduce_named_params": module._delay_all_reduce_params,
         }
-        if not _reason_for_stock(arguments):
+        if not _obstacle_to_hook(arguments):
             _register_holmes_hook(module)
     reducer = _reducers.get(module)
     if reducer is None or reducer.program_hook or module.find_unused_parameters or module.static_graph:
         return None
-    reducer.postponed = []
+    reducer.postponed = []  # the reducer appends each started bucket to this list, and does not wait for it
     return reducer
 
 
 def two_level_hook(state, bucket):
-    """Reduce a bucket by the program's comm hook, or else by holmes.
+    """Average a bucket of gradients, as the comm hook that holmes registers with DistributedDataParallel.
 
-    This is holmes's comm hook. It has no annotations: DDP compares a hook's annotations with types, and in
-    this module (from __future__ import annotations) they would be strings.
+    If the program has registered a comm hook that does more than average, this function calls the program's
+    hook instead.
+
+    Args:
+        state: The BucketReducer of the DistributedDataParallel.
+        bucket: A torch.distributed.GradBucket.
     """
+    # No annotations: DDP compares the annotations of a hook with types. Here they would be strings, because
+    # of `from __future__ import annotations`.
     if state.program_hook is not None:
         program_state, hook = state.program_hook
         return hook(program_state, bucket)
@@ -87,26 +104,28 @@ def two_level_hook(state, bucket):
 @with_session
 @by_name
 def _construct(current, call, instance):
-    """Construct a DistributedDataParallel, and register the comm hook if the plan needs one.
+    """Construct a DistributedDataParallel (DDP), and register holmes's comm hook if it is needed.
 
-    The plan needs the hook to reduce in two levels, and on the CPU for --holmes-apart, which may sum
-    gradients inside each cluster only. With two levels a bucket has the plan's size, unless the program gives
-    a size itself.
+    Wrapper of DistributedDataParallel.__init__, which `call()` runs.
+
+    A comm hook is called for each bucket of gradients, instead of DDP's all-reduce. holmes needs it:
+
+    - if the plan of the job reduces in two levels (inside each cluster first, then between clusters)
+    - if clusters may train without each other for some steps (--holmes-apart, on the CPU only)
+    - for telemetry, which sees only operations that Python starts
+
+    The hook must be there before the first forward pass: under join(), a rank without inputs never runs one,
+    but takes part in the sums.
     """
-    arguments = call.given()
+    arguments = call.given()  # of DDP's constructor, by name
     planned_sum = _planned_sum(arguments)
-    reason_for_stock = _reason_for_stock(arguments)
+    obstacle = _obstacle_to_hook(arguments)
     is_two_level = planned_sum is not None and planned_sum.two_level is not None
-    may_train_apart = (
-        planned_sum is not None
-        and planned_sum.device_type == "cpu"
-        and planned_sum.apart.settings is not None
-    )
-    needs_hook = (is_two_level or may_train_apart) and not reason_for_stock
+    needs_hook = (is_two_level or _may_train_apart(planned_sum)) and not obstacle
     has_bucket_size = "bucket_cap_mb" in arguments or "bucket_cap_mb_list" in arguments
 
     if needs_hook and is_two_level and not has_bucket_size:
-        call(bucket_cap_mb=planned_sum.reduction.chunk_bytes / 2**20)
+        call(bucket_cap_mb=planned_sum.reduction.chunk_bytes / 2**20)  # the plan's bucket size
     else:
         call()
 
@@ -115,34 +134,45 @@ def _construct(current, call, instance):
         end_threads = weakref.finalize(instance, planned_sum.close)
         end_threads.atexit = False  # the threads are daemons, which end with the interpreter
     elif is_two_level:
-        tell(
+        tell(  # prints on rank 0
             current,
-            f"DistributedDataParallel reduces as torch does, on one level, because of {reason_for_stock}",
+            f"DistributedDataParallel reduces as torch does, on one level, because of {obstacle}",
             once=True,
         )
-    elif current.options.telemetry and not reason_for_stock:
-        _register_holmes_hook(instance)  # torch's all-reduce, started from Python, where telemetry sees it
+    elif current.options.telemetry and not obstacle:
+        _register_holmes_hook(instance)  # calls torch's all-reduce
 
-    if planned_sum is None:
-        return  # without trained parameters nothing is summed
-    session.note_reduction(
-        planned_sum.ranks,
-        planned_sum.reduction,
-        planned_sum.size,
-        two_levels=is_two_level and not reason_for_stock,
-        overlap=True,
-        reported=bool(reason_for_stock),  # the message above has told the user of the difference
-    )
-    if not needs_hook:
-        planned_sum.close()
+    if planned_sum is not None:
+        # Note for the job's report whether the gradients are reduced as planned.
+        session.note_reduction(
+            planned_sum.ranks,
+            planned_sum.reduction,
+            planned_sum.size,
+            two_levels=is_two_level and not obstacle,
+            overlap=True,
+            reported=bool(obstacle),  # rank 0 has printed the reason
+        )
+        if not needs_hook:
+            planned_sum.close()
+
+
+def _may_train_apart(planned_sum: Any) -> bool:
+    """Return whether clusters may train without each other for some steps (--holmes-apart).
+
+    Args:
+        planned_sum: How the plan sums the gradients (a GroupSum); None if there are none to sum.
+    """
+    if planned_sum is None or planned_sum.device_type != "cpu":
+        return False
+    return planned_sum.apart.settings is not None
 
 
 def _register_holmes_hook(ddp: Any, planned_sum: Any = None) -> None:
-    """Register holmes's comm hook with a DistributedDataParallel.
+    """Register holmes's comm hook, which averages each bucket of gradients, with a DistributedDataParallel.
 
     Args:
-        planned_sum: The plan's choice for the gradients (a GroupSum). None: torch's all-reduce, which the
-            hook starts so that telemetry sees it, or so that a pipeline can postpone waiting for it.
+        planned_sum: How the plan sums the gradients (a GroupSum). With None the hook calls torch's
+            all-reduce, so that telemetry sees the operation or a pipeline can wait for it later.
     """
     from holmes_ext.runtime.reduce.straddling import flat_all_reduce
 
@@ -153,10 +183,14 @@ def _register_holmes_hook(ddp: Any, planned_sum: Any = None) -> None:
 
 
 def _planned_sum(arguments: dict[str, Any]) -> Any:
-    """Return how the plan sums the gradients of a module (a GroupSum); None if DDP refuses the module.
+    """Return how the plan, which holmes computes before the job starts, sums the gradients of a module.
 
     Args:
-        arguments: Those of DistributedDataParallel's constructor, by name.
+        arguments: Arguments of DistributedDataParallel's constructor, by name.
+
+    Returns:
+        A GroupSum, whose `all_reduce` sums a tensor as planned. None if no parameter needs a gradient or one
+        is uninitialized: the constructor refuses such a module.
     """
     from torch.nn.parameter import UninitializedParameter
 
@@ -177,24 +211,28 @@ def _planned_sum(arguments: dict[str, Any]) -> Any:
 
 
 def _group(arguments: dict[str, Any]) -> Any:
-    """Return the process group over which DistributedDataParallel averages, given its arguments."""
+    """Return the process group over which DistributedDataParallel averages gradients.
+
+    Args:
+        arguments: Arguments of DistributedDataParallel's constructor, by name.
+    """
     import torch.distributed as dist
 
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh is not None else dist.group.WORLD)
 
 
-def _reason_for_stock(arguments: dict[str, Any]) -> str:
-    """Return the option that excludes a comm hook in Python; "" if a hook can be registered.
+def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
+    """Return the option that excludes a comm hook written in Python, in words; "" if there is none.
 
     Args:
-        arguments: Those of DistributedDataParallel's constructor, by name.
+        arguments: Arguments of DistributedDataParallel's constructor, by name.
     """
     import torch._dynamo
 
     for name in ("mixed_precision", "delay_all_reduce_named_params"):
         if arguments.get(name):
-            return name
+            return name  # DistributedDataParallel registers a hook of its own for this option
     # With a python_reducer, compiled autograd reduces gradients without buckets.
     if str(torch._dynamo.config.optimize_ddp).startswith("python_reducer"):
         return "torch._dynamo.config.optimize_ddp = 'python_reducer'"
@@ -208,18 +246,21 @@ def _reason_for_stock(arguments: dict[str, Any]) -> str:
 
 @by_name
 def _register(call, instance, state, hook):
-    """Accept the program's comm hook although holmes's hook holds the only place in the reducer.
+    """Accept the program's comm hook, although holmes has registered one and torch accepts only one.
 
-    A hook of torch that averages only sets the dtype of the two levels. Any other hook is called by holmes's
-    hook in place of the two levels (two_level_hook).
+    Wrapper of DistributedDataParallel.register_comm_hook, which `call()` runs.
+
+    holmes's hook stays registered. If the program's hook is one of torch's that only average, holmes's hook
+    sends gradients in the same dtype. Any other hook of the program is called by holmes's hook for each
+    bucket.
     """
     import torch.distributed as dist
 
     reducer = _reducers.get(instance)
     if reducer is None or reducer.has_registered_hook:
-        return call()  # without holmes's hook, or to let torch refuse the program's second hook
+        return call()  # there is no hook of holmes, or torch raises its error for a second hook
 
-    call.refuse_unknown()
+    call.refuse_unread_arguments()  # raises an error if a later torch adds an argument
     instance._check_comm_hook(hook)
     instance.logger._set_comm_hook_name(hook.__qualname__)
     effect = _effect_of(hook)
@@ -229,17 +270,17 @@ def _register(call, instance, state, hook):
         reducer.wire_dtype = effect.wire_dtype
         return
 
-    reducer.program_hook = (state, hook)
+    reducer.program_hook = (state, hook)  # from now on two_level_hook() calls it
     current = session.require()
     ranks = group_ranks(instance.process_group)
-    tell(
+    tell(  # rank 0 prints it
         current,
         f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's "
         f"two levels do not",
         once=True,
     )
     noted = current.reductions.get(tuple(ranks))
-    if noted:  # at construction it was noted that two levels reduce
+    if noted:  # the constructor noted for the job's report that two levels reduce: correct this
         session.note_reduction(
             ranks, noted.planned, noted.bytes, two_levels=False, overlap=True, reported=True
         )
@@ -247,25 +288,29 @@ def _register(call, instance, state, hook):
 
 @by_name
 def _register_builtin(call, instance, comm_hook_type):
-    """Register a built-in hook (C++) as the Python hook of the same effect, which _register accepts.
+    """Register a built-in comm hook of torch (written in C++) as the Python hook with the same effect.
 
-    The built-in hooks of torch are allreduce_hook and fp16_compress_hook.
+    Wrapper of DistributedDataParallel._register_builtin_comm_hook, which `call()` runs.
+
+    holmes can combine only Python hooks with its own hook. The two built-in hooks, ALLREDUCE and
+    FP16_COMPRESS, have counterparts in Python: allreduce_hook and fp16_compress_hook.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     reducer = _reducers.get(instance)
     if reducer is None or reducer.has_registered_hook:
         return call()
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     hook = getattr(default_hooks, f"{comm_hook_type.name.lower()}_hook")
     instance.register_comm_hook(instance.process_group, hook)
 
 
 def _effect_of(hook: Any) -> HookEffect:
-    """Return what a comm hook does with a bucket, if it is one of torch's averaging hooks.
+    """Return what a comm hook does with a bucket of gradients.
 
-    fp16_compress_wrapper(hook) returns a new function, which is recognized by its qualified name. It averages
-    if the hook inside it, a variable of its closure, is allreduce_hook.
+    Only torch's hooks that average are recognized. fp16_compress_wrapper(hook) returns a new function each
+    time, so it is recognized by its qualified name. It averages if `hook`, a variable of its closure, is
+    allreduce_hook.
     """
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -283,15 +328,17 @@ def _effect_of(hook: Any) -> HookEffect:
 
 @by_name
 def _keep_join_count(call, instance, joinable):
-    """Keep the Work that Join.notify_join_context returns: it counts the ranks that still have inputs.
+    """Keep the number of ranks that still have inputs, which torch's Join.notify_join_context() counts.
 
-    join(divide_by_initial_world_size=False) divides the gradients by this count. Outside join() there is no
-    Work.
+    Wrapper of Join.notify_join_context, which `call()` runs.
+
+    notify_join_context counts these ranks by an all-reduce, and returns its Work. Outside join() it returns
+    None. Under join(divide_by_initial_world_size=False), gradients are divided by the number.
     """
     work = call()
     reducer = _reducers.get(joinable)
     if reducer:
-        reducer.ranks_with_inputs = work
+        reducer.ranks_with_inputs = work  # read when the reducer divides a bucket
     return work
 
 

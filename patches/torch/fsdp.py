@@ -1,15 +1,17 @@
-"""Prints what FSDP over several clusters costs; --holmes-fsdp hybrid keeps the shards inside clusters.
+"""Predicts the time that FSDP needs across clusters; --holmes-fsdp hybrid shards inside each cluster only.
 
-With --holmes-fsdp hybrid, FSDP gets a 2-D mesh (clusters, ranks of a cluster) and works as torch's HSDP:
+Without the option, FSDP works as in torch without holmes. Before the first forward pass, rank 0 prints the
+predicted seconds that a step spends on gathers and reductions, and how many --holmes-fsdp hybrid would need.
 
-    the program calls                       it gets
-    fully_shard with a 1-D mesh or none     the 2-D mesh
-    FullyShardedDataParallel, FULL_SHARD    HYBRID_SHARD over the two groups of the 2-D mesh
+With --holmes-fsdp hybrid, holmes changes the arguments of FSDP so that it works as torch's HSDP (hybrid
+sharding), over the "hybrid mesh" (clusters x ranks of a cluster):
 
-Nothing else of FSDP changes. A checkpoint loads with either mesh, since its tensors are global. Before the
-first forward pass, rank 0 prints the predicted seconds that a step spends on gathers and reductions, without
-and with hybrid. A 2-D mesh of the program stays; if its sharding dimension crosses clusters, rank 0 prints
-what that costs.
+    the program's call                      what holmes changes
+    fully_shard with a 1-D mesh or none     mesh: the hybrid mesh
+    FullyShardedDataParallel, FULL_SHARD    strategy: HYBRID_SHARD, over the two groups of the hybrid mesh
+
+A 2-D mesh of the program is not changed. If its sharding dimension spans clusters, rank 0 prints the
+predicted time. A checkpoint loads with either mesh, since its tensors are global.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.units import format_bytes
 
-#: Device type -> the mesh of clusters; every module of a model must get the same one.
+#: Device type -> the hybrid mesh (clusters x ranks of a cluster), which all modules of a model must share.
 _meshes: dict[str, Any] = {}
-#: What AdamW keeps for each weight: weight, gradient and two moments, in the weight's precision.
+#: Numbers that training with AdamW keeps for each weight: the weight, its gradient and two moments.
 STATES = 4
 
 
 def tell_unused(current: Session) -> None:
-    """At the job's end, when --holmes-fsdp hybrid found nothing to do."""
+    """Print at the end of the job that --holmes-fsdp hybrid had no effect, if FSDP was not used."""
     if not _meshes:
         tell(current, "--holmes-fsdp hybrid did nothing: no model was sharded by FSDP over several clusters")
 
@@ -44,26 +46,31 @@ def tell_unused(current: Session) -> None:
 @with_session
 @by_name
 def _fully_shard(current, call, instance, mesh, dp_mesh_dims=None):
-    """Shard a module (FSDP2) over the hybrid mesh, unless the program shaped a mesh itself.
+    """Shard a module by fully_shard (FSDP2), over the hybrid mesh if --holmes-fsdp hybrid is given.
 
-    A program calls fully_shard once for each module of a model.
+    Wrapper of torch's fully_shard, which `call()` runs.
+
+    The hybrid mesh has two dimensions: clusters, and the ranks of a cluster. FSDP shards along the second one
+    only, so shards stay inside a cluster. A 2-D mesh of the program is not replaced.
     """
     is_one_dimensional = dp_mesh_dims is None and (mesh is None or mesh.ndim == 1)
     if not is_one_dimensional:
         return call()
-    hybrid_mesh = _hybrid(current, mesh)
+    hybrid_mesh = _hybrid_mesh_for(current, mesh)
     if hybrid_mesh is None:
-        return call()
+        return call()  # without the option, or all ranks are in one cluster
     return call(mesh=hybrid_mesh)
 
 
 @with_session
 @by_name
-def _fully_sharded(current, call, instance, module, process_group, sharding_strategy, device_mesh):
-    """Construct FullyShardedDataParallel (FSDP1) with the hybrid strategy that corresponds to the program's.
+def _construct_fsdp1(current, call, instance, module, process_group, sharding_strategy, device_mesh):
+    """Construct FullyShardedDataParallel (FSDP1), with hybrid sharding if --holmes-fsdp hybrid is given.
 
-    A call whose process group, mesh or strategy is hybrid already stays as it is. With an auto_wrap_policy,
-    the constructor calls itself for the submodules, which are handled in the same way.
+    Wrapper of FullyShardedDataParallel.__init__, which `call()` runs.
+
+    Hybrid sharding keeps the shards inside each cluster of nodes, and replicates them across clusters. A call
+    with hybrid arguments of the program (strategy, two groups or a 2-D mesh) is not changed.
     """
     from torch.distributed.fsdp import ShardingStrategy
 
@@ -77,10 +84,10 @@ def _fully_sharded(current, call, instance, module, process_group, sharding_stra
     if hybrid_strategy is None or has_hybrid_groups or has_shaped_mesh:
         return call()
 
-    device_type = next((p.device.type for p in module.parameters()), "cpu")
-    hybrid_mesh = _hybrid(current, device_mesh, process_group, device_type)
+    device_type = next((parameter.device.type for parameter in module.parameters()), "cpu")
+    hybrid_mesh = _hybrid_mesh_for(current, device_mesh, process_group, device_type)
     if hybrid_mesh is None:
-        return call()
+        return call()  # without the option, or all ranks are in one cluster
     if device_mesh is not None:
         return call(sharding_strategy=hybrid_strategy, device_mesh=hybrid_mesh)
     replicate_group = hybrid_mesh.get_group(0)
@@ -88,44 +95,71 @@ def _fully_sharded(current, call, instance, module, process_group, sharding_stra
     return call(sharding_strategy=hybrid_strategy, process_group=(shard_group, replicate_group))
 
 
-def _hybrid(current: Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
-    """The mesh (clusters, ranks of each), made once, in place of a 1-D mesh or a group; None: that stays."""
+def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
+    """Return the mesh (clusters x ranks of a cluster) that replaces a program's 1-D mesh or process group.
+
+    The mesh is made at the first call, and returned again at later ones.
+
+    Args:
+        mesh: The program's 1-D mesh, or None.
+        group: Without a mesh: the program's process group; None for the default group.
+        device_type: Without a mesh: "cpu" or "cuda"; "" for the accelerator that torch finds.
+
+    Returns:
+        None without --holmes-fsdp hybrid, or if all ranks of the mesh or group are in one cluster.
+
+    Raises:
+        HolmesError: the ranks are not all ranks of the job, or clusters have different numbers of them.
+    """
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     if current.options.fsdp != "hybrid":
         return None
-    plan, ranks = current.plan, group_ranks(mesh.get_group() if mesh is not None else group)
+    plan = current.plan
+    ranks = group_ranks(mesh.get_group() if mesh is not None else group)
     if len(plan.by_cluster(ranks)) < 2:
         return None
     if mesh is not None:
         device_type = mesh.device_type
-    elif not device_type:  # as torch chooses it for a mesh of its own
-        accelerator = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
-        device_type = accelerator.type if accelerator else "cpu"
+    elif not device_type:
+        device_type = _device_type_of_torch()
     if _meshes.get(device_type) is not None:
         return _meshes[device_type]
-    _meshes[device_type] = None  # FSDP was there, even where it is refused now: tell_unused
+
+    _meshes[device_type] = None  # FSDP was used, also if an error follows: tell_unused() must not deny it
     try:
         if len(ranks) < plan.world_size:
             raise HolmesError(
                 f"FSDP shards over {len(ranks)} of {plan.world_size} ranks, beside another kind of "
                 f"parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead")
-        clusters = equal_groups(plan, ranks)
+        ranks_of_clusters = equal_groups(plan, ranks)  # one list of ranks a cluster, all of one length
     except HolmesError as error:
+        # told_once: all ranks raise it, one prints it
         raise told_once(HolmesError(f"--holmes-fsdp hybrid: {error}")) from None
-    names = ("dp_replicate", "dp_shard")
-    _meshes[device_type] = DeviceMesh(device_type, torch.tensor(clusters), mesh_dim_names=names)
+    _meshes[device_type] = DeviceMesh(
+        device_type, torch.tensor(ranks_of_clusters), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
     return _meshes[device_type]
+
+
+def _device_type_of_torch() -> str:
+    """Return the device type that torch chooses for a mesh: the accelerator's, or "cpu"."""
+    import torch
+
+    accelerator = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator else "cpu"
 
 
 @with_session
 @by_name
-def _tell_root(current, call, instance):
-    """Print what sharding by FSDP2 costs, before the first forward pass of the root module.
+def _print_cost_of_fsdp2(current, call, instance):
+    """Run FSDP2's _lazy_init of a sharded module, and print once how much time sharding needs in each step.
 
-    FSDP2 calls _lazy_init of every sharded module in every forward pass. The root's first call decides which
-    module is the root. From then on all sharded modules are known.
+    Wrapper of FSDPState._lazy_init of torch, which `call()` runs.
+
+    FSDP2 calls _lazy_init in every forward pass. The first call for the root module finds out that it is the
+    root. All sharded modules are known then, so rank 0 prints the predicted time.
     """
     is_first_call = instance._is_root is None
     call()
@@ -138,15 +172,18 @@ def _tell_root(current, call, instance):
     weights, stored_bytes = _sharded_weights(groups)
     mesh_info = groups[0].mesh_info
     if mesh_info.mesh.ndim == 1:
-        _tell_costs(current, mesh_info.shard_process_group, weights, stored_bytes)
-    elif _meshes:
-        _tell_costs(current, None, weights, stored_bytes)
+        _print_cost(current, mesh_info.shard_process_group, weights, stored_bytes)
+    elif _meshes:  # sharded over the hybrid mesh of holmes
+        _print_cost(current, None, weights, stored_bytes)
     else:
-        _tell_crossing(current, mesh_info.mesh, weights)
+        _print_cost_of_own_mesh(current, mesh_info.mesh, weights)
 
 
 def _parameter_groups(root: Any) -> list[Any]:
-    """Return FSDP2's FSDPParamGroup objects of all modules below the root: each is gathered as one."""
+    """Return the FSDPParamGroup objects of all modules below the root module of FSDP2.
+
+    The parameters of one such group are gathered by one operation.
+    """
     groups: list[Any] = []
     for state in root._state_ctx.all_states:
         if getattr(state, "_fsdp_param_groups", ()):
@@ -157,7 +194,15 @@ def _parameter_groups(root: Any) -> list[Any]:
 
 
 def _sharded_weights(groups: list[Any]) -> tuple[ShardedWeights, float]:
-    """Return what a step of FSDP2 sends, and the bytes of all weights as they are stored."""
+    """Return the bytes that a training step with FSDP2 gathers and reduces, and the bytes of all weights.
+
+    Args:
+        groups: FSDPParamGroup objects of all sharded modules.
+
+    Returns:
+        The bytes that are sent (ShardedWeights, for the prediction of the time), and the bytes of the weights
+        in the dtype in which they are stored.
+    """
     weight_bytes = regathered_bytes = gradient_bytes = stored_bytes = 0.0
     for group in groups:
         for parameter in group.fsdp_params:
@@ -171,23 +216,31 @@ def _sharded_weights(groups: list[Any]) -> tuple[ShardedWeights, float]:
                 regathered_bytes += count * sent_itemsize
             gradient_bytes += count * gradient_itemsize
             stored_bytes += count * stored_itemsize
-    sent = ShardedWeights(len(groups), weight_bytes, gradient_bytes, regathered_bytes / weight_bytes)
+    sent = ShardedWeights(
+        units=len(groups),  # gathered one by one
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        again=regathered_bytes / weight_bytes,
+    )
     return sent, stored_bytes
 
 
 @with_session
 @by_name
-def _tell_root_of_1(current, call, instance, state):
-    """Print what sharding by FullyShardedDataParallel (FSDP1) costs, before the root's first forward pass.
+def _print_cost_of_fsdp1(current, call, instance, state):
+    """Run FSDP1's _lazy_init of a module, and print once how much time sharding needs in each step.
 
-    A program's own hybrid strategy is not described: nothing could be improved by --holmes-fsdp hybrid.
+    Wrapper of _lazy_init of FSDP1, which `call()` runs.
+
+    Only the root's first call prints: all modules in FullyShardedDataParallel are known then. Nothing is
+    printed if the program itself chose a hybrid strategy, which --holmes-fsdp hybrid would not improve.
     """
     is_first_call = state._is_root is None
     result = call()
     if not is_first_call or not state._is_root or current.rank != 0:
         return result
     is_hybrid = getattr(state, "_inter_node_pg", None) is not None
-    if is_hybrid and not _meshes:
+    if is_hybrid and not _meshes:  # holmes made no mesh: the program chose the strategy
         return result
     flat_parameters = [unit._handle.flat_param for unit in state._all_fsdp_states if unit._handle]
     if not flat_parameters:
@@ -200,54 +253,78 @@ def _tell_root_of_1(current, call, instance, state):
     sent_dtype = state.mixed_precision.param_dtype
     if sent_dtype:
         sent_bytes = stored_bytes * (sent_dtype.itemsize / flat_parameters[0].dtype.itemsize)
-    weights = ShardedWeights(len(flat_parameters), sent_bytes, sent_bytes)
-    group = None if is_hybrid else state.process_group
-    _tell_costs(current, group, weights, stored_bytes)
+    sent = ShardedWeights(units=len(flat_parameters), weight_bytes=sent_bytes, gradient_bytes=sent_bytes)
+    shard_group = None if is_hybrid else state.process_group
+    _print_cost(current, shard_group, sent, stored_bytes)
     return result
 
 
-def _tell_costs(current: Session, group: Any, what: ShardedWeights, kept: float) -> None:
-    """Print the predicted seconds a step that sharding takes, and those of --holmes-fsdp hybrid.
+def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes: float) -> None:
+    """Print the predicted seconds that a step of FSDP spends on communication if shards span clusters.
+
+    The message also says how many seconds and how much memory --holmes-fsdp hybrid needs, if it is in use or
+    possible.
 
     Args:
-        group: The process group of the shards; None if the hybrid mesh is in use.
-        what: What a step gathers and reduces.
-        kept: Bytes of all weights as they are stored.
+        group: The process group over which FSDP shards; None if --holmes-fsdp hybrid is in use.
+        sent: Bytes that a step gathers and reduces.
+        stored_bytes: Bytes of all weights, as they are stored.
     """
-    plan, ranks = current.plan, group_ranks(group)
-    clusters = plan.by_cluster(ranks)
+    plan = current.plan
+    ranks = group_ranks(group)
+    clusters = plan.by_cluster(ranks)  # name of the cluster -> its ranks
     if len(clusters) < 2:
         return
-    members = list(map(len, clusters.values()))
-    possible = len(ranks) == plan.world_size and len(set(members)) == 1
+    cluster_sizes = [len(members) for members in clusters.values()]
+    is_hybrid_possible = len(ranks) == plan.world_size and len(set(cluster_sizes)) == 1
     network_api = network_api_of(backend_of()) or SOCKETS
-    flat_s, hybrid_s = (sharded_seconds(plan, ranks, what, network_api, hybrid=hybrid)
-                        for hybrid in (False, possible))
-    here, before = (format_bytes(STATES * kept / count) for count in (members[0], len(ranks)))
-    memory = f"{here} of weights, gradients and AdamW's moments on each rank in place of {before}"
-    text = (f"FSDP gathers {format_bytes(what.weight_bytes)} of weights across clusters "
-            f"{', '.join(clusters)} in every step, {flat_s:.3g} s of it (predicted)")
+    flat_s = sharded_seconds(plan, ranks, sent, network_api, hybrid=False)
+    hybrid_s = sharded_seconds(plan, ranks, sent, network_api, hybrid=is_hybrid_possible)
+
+    hybrid_memory = format_bytes(STATES * stored_bytes / cluster_sizes[0])
+    flat_memory = format_bytes(STATES * stored_bytes / len(ranks))
+    memory = (
+        f"{hybrid_memory} of weights, gradients and AdamW's moments on each rank in place of {flat_memory}"
+    )
     if group is None:
         text = (f"FSDP hybrid: sharded inside each of {len(clusters)} clusters, {hybrid_s:.3g} s of a step "
                 f"in place of {flat_s:.3g} s (predicted), with {memory}")
-    elif possible:
-        text += f"; --holmes-fsdp hybrid: {hybrid_s:.3g} s, with {memory}"
+    else:
+        text = (f"FSDP gathers {format_bytes(sent.weight_bytes)} of weights across clusters "
+                f"{', '.join(clusters)} in every step, {flat_s:.3g} s of it (predicted)")
+        if is_hybrid_possible:
+            text += f"; --holmes-fsdp hybrid: {hybrid_s:.3g} s, with {memory}"
     tell(current, text)
 
 
-def _tell_crossing(current: Session, mesh: Any, what: ShardedWeights) -> None:
-    """The program's own 2-D mesh, where no order of the nodes kept its sharding dimension inside clusters."""
-    rows, plan, network_api = mesh.mesh.tolist(), current.plan, network_api_of(backend_of()) or SOCKETS
-    if not (crossing := straddling_rows(plan, rows)):
+def _print_cost_of_own_mesh(current: Session, mesh: Any, sent: ShardedWeights) -> None:
+    """Print the predicted cost of a 2-D mesh of the program whose sharding dimension spans clusters.
+
+    Args:
+        mesh: The mesh (replicas x shards). Each row holds the ranks over which FSDP shards.
+        sent: Bytes that a step gathers and reduces.
+    """
+    plan = current.plan
+    rows = mesh.mesh.tolist()
+    spanning_row = straddling_rows(plan, rows)  # in words: "ranks 0 to 3 lie in clusters a, b"
+    if not spanning_row:
         return
-    taken = max(sharded_seconds(plan, row, what, network_api) for row in rows)
-    name, clusters = (mesh.mesh_dim_names or ("", "1"))[1], plan.by_cluster(range(plan.world_size))
-    most = gcd(*map(len, clusters.values()))
-    held = ", ".join(f"{cluster} {len(members)}" for cluster, members in clusters.items())
-    any_does = f"any size does (ranks of clusters: {held})"
-    fits = f"size {most}, or a part of it, would not" if most > 1 else any_does
-    tell(current, f"FSDP's mesh: dimension {name} (size {len(rows[0])}) crosses clusters: {crossing}, so "
-                  f"every layer's weights cross, {taken:.3g} s of a step (predicted); {fits}")
+    network_api = network_api_of(backend_of()) or SOCKETS
+    slowest_s = max(sharded_seconds(plan, row, sent, network_api) for row in rows)
+    dimension = mesh.mesh_dim_names[1] if mesh.mesh_dim_names else "1"
+
+    clusters = plan.by_cluster(range(plan.world_size))  # name of the cluster -> its ranks
+    largest_fitting_size = gcd(*(len(members) for members in clusters.values()))
+    if largest_fitting_size > 1:
+        advice = f"size {largest_fitting_size}, or a part of it, would not"
+    else:
+        counts = ", ".join(f"{cluster} {len(members)}" for cluster, members in clusters.items())
+        advice = f"any size does (ranks of clusters: {counts})"
+    tell(
+        current,
+        f"FSDP's mesh: dimension {dimension} (size {len(rows[0])}) crosses clusters: {spanning_row}, so "
+        f"every layer's weights cross, {slowest_s:.3g} s of a step (predicted); {advice}",
+    )
 
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
@@ -257,9 +334,9 @@ PATCHES = (
     Patch(FSDP, f"{_FSDP2}._fully_shard:fully_shard", "scripts know no clusters: here their mesh is given",
           _fully_shard),
     Patch(FSDP, f"{_FSDP2}._fsdp_state:FSDPState._lazy_init",
-          "the first time that all units of a model are known", _tell_root),
+          "the first time that all units of a model are known", _print_cost_of_fsdp2),
     Patch(FSDP, f"{_FSDP1}.fully_sharded_data_parallel:FullyShardedDataParallel.__init__",
-          "the same for FSDP1: groups and strategy are given here", _fully_sharded),
+          "the same for FSDP1: groups and strategy are given here", _construct_fsdp1),
     Patch(FSDP, f"{_FSDP1}._runtime_utils:_lazy_init", "the first time that all units of a model are known",
-          _tell_root_of_1, parameters=("state", "root_module")),
+          _print_cost_of_fsdp1, parameters=("state", "root_module")),
 )  # fmt: skip

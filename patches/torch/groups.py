@@ -1,8 +1,13 @@
 """Gives every process group of torch.distributed the NIC that the plan assigns to the group's ranks.
 
-Every function of torch that makes a group, also through a DeviceMesh, calls _new_process_group_helper, except
-for split_group. So a wrapper around each of these two functions sees all groups. Two further wrappers change
-where the rendezvous store is created, because ranks are renumbered, and how groups of gloo end.
+The plan, which holmes computes before the job starts, says which network each group uses. holmes replaces
+four functions of torch by wrappers, which call them:
+
+    _new_process_group_helper   Makes every group, except for those of split_group. The wrapper adds the NIC.
+    split_group                 Makes groups from parts of a group. The wrapper adds the NIC.
+    _create_c10d_store          Creates the rendezvous store. The plan may have renumbered the ranks; the
+                                wrapper lets the process host the store that the launcher started as rank 0.
+    destroy_process_group       The wrapper first waits for gloo's threads, to prevent a deadlock.
 """
 
 from __future__ import annotations
@@ -30,11 +35,15 @@ _C10D = "torch.distributed.distributed_c10d"
 @with_session
 @by_name
 def _host_store_where_launched(current, call, instance, rank):
-    """Create the rendezvous store on the launcher's rank 0, which runs at MASTER_ADDR.
+    """Create the rendezvous store, hosted by the process that the launcher started as rank 0.
 
-    The plan may have renumbered the ranks, so that the job's rank 0 runs on another node.
+    Wrapper of torch's _create_c10d_store, which `call()` runs.
+
+    MASTER_ADDR is the address of this process. holmes may have renumbered the ranks, so that the job's rank 0
+    runs on another node.
     """
-    store = call(rank=current.process.rank)  # the launcher's rank, not the renumbered one
+    launched_rank = current.process.rank  # the rank before holmes renumbered it
+    store = call(rank=launched_rank)
     if not current.process.agent_store:
         return store
 
@@ -42,7 +51,8 @@ def _host_store_where_launched(current, call, instance, rank):
     # that the ranks of the last start left there.
     from torch.distributed import PrefixStore
 
-    return PrefixStore(current.round, store)
+    prefix = current.round  # differs for each start of the job
+    return PrefixStore(prefix, store)
 
 
 @with_session
@@ -60,32 +70,37 @@ def _give_group_its_nic(
     pg_options=None,  # before torch 2.6
     group_desc=None,
 ):
-    """Make a process group on the NIC that the plan assigns to the ranks of the group.
+    """Make a process group that uses the NIC which holmes's plan for the job assigns to the group's ranks.
 
-    gloo reads the NIC from GLOO_SOCKET_IFNAME, which is set while the group is made. NCCL gets it as net_name
-    in the group's options. Before the default group is made, all ranks compare their plans and patches.
+    Wrapper of torch's _new_process_group_helper, which `call()` runs.
+
+    gloo reads the NIC from the environment variable GLOO_SOCKET_IFNAME, which is set while the group is made.
+    NCCL receives its network as net_name in the group's options.
+
+    Before the default group is made, all ranks check that they have the same plan, and that holmes has
+    changed the same functions of torch.
     """
     is_default_group = not global_ranks_in_group
     if is_default_group:
-        is_fake = str(backend) == "fake"  # one process stands for all ranks: nobody else comes
+        is_fake = str(backend) == "fake"  # one process stands for all ranks: no other rank would come
         agree_on_patches(store, current, waits=not is_fake)
     ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
     if current.rank not in ranks:
         return call()
 
-    if call.accepts("backend_options"):
+    if call.accepts("backend_options"):  # since torch 2.6
         options_name = "backend_options"
         options = backend_options
     else:
         options_name = "pg_options"
         options = pg_options
-    backend_names = set(backends(str(backend)).values())
-    current.backends |= backend_names
+    backend_names = set(backends(str(backend)).values())  # {"gloo", "nccl"} of "cpu:gloo,cuda:nccl"
+    current.backends |= backend_names  # read by _destroy_after_gloo_threads()
     if "nccl" in backend_names:
         options = _nccl_options(current, ranks, options, timeout)
     if "gloo" in backend_names:
         forget_before_exit()  # registers a wait for gloo's threads at the interpreter's exit
-    with gloo_interface(current.transport(ranks, "gloo")):
+    with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(**{options_name: options})
     _record(current, str(group_desc or group_name), ranks, backend_named(str(backend)), options)
     return new_group
@@ -96,9 +111,12 @@ def _give_group_its_nic(
 def _give_split_group_its_nic(
     current, call, instance, parent_pg, split_ranks, timeout, pg_options, group_desc=None
 ):
-    """Split a process group, and put this rank's part on the NIC that the plan assigns to the part's ranks.
+    """Split a process group (torch.distributed.split_group) into parts, which become groups of their own.
 
-    A call without options inherits those of the parent group, of which only the network is replaced.
+    Wrapper of torch.distributed.split_group, which `call()` runs.
+
+    The part with this rank uses the NIC that holmes's plan for the job assigns to the ranks of the part. A
+    call without options takes the NCCL options of the parent group, except for the network.
     """
     import torch.distributed as dist
 
@@ -112,7 +130,7 @@ def _give_split_group_its_nic(
     backend = backend_of(parent)
     if backend == "nccl":
         pg_options = _nccl_options(current, ranks, pg_options, timeout, options_of(parent))
-    with gloo_interface(current.transport(ranks, "gloo")):
+    with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(pg_options=pg_options)
     _record(current, group_desc or "split", ranks, backend, pg_options)
     return new_group
@@ -120,51 +138,54 @@ def _give_split_group_its_nic(
 
 @with_session
 @by_name
-def _destroy_when_threads_are_done(current, call, instance):
-    """Wait until gloo's threads have released the tensors of the last operation, then end process groups.
+def _destroy_after_gloo_threads(current, call, instance):
+    """Give gloo's threads a moment to release tensors of the last operation, then destroy process groups.
 
-    To release them, a thread of gloo waits for the interpreter's lock, and holds a lock of the group.
-    DistributedDataParallel ends its group with the interpreter's lock held, for which it needs the group's
-    lock: without the wait both could stop for ever.
+    Wrapper of torch.distributed.destroy_process_group, which `call()` runs.
+
+    Without the wait a deadlock is possible. The thread of gloo that releases tensors holds a lock of its
+    group and waits for the GIL. The destructor of DistributedDataParallel holds the GIL and waits for the
+    lock of the group.
     """
     if "gloo" in current.backends:
-        let_threads_forget()
+        let_threads_forget()  # sleeps for some milliseconds
     return call()
 
 
-#: Numbers of the default groups that this process makes: a program may end torch.distributed and start it
-#: again.
+#: Counts the default groups that this process makes: a program may end torch.distributed and start it again.
 _default_group_numbers = itertools.count()
 
 
 def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
-    """Check that all ranks have the same plan and the same patches, before the default group is made.
+    """Check, before the default group is made, that all ranks have the same plan and patches.
 
-    Ranks that differ would wait for each other without end. Every rank compares itself with the one that
-    comes first, by keys of the rendezvous store:
+    The plan is holmes's plan for the job, and patches are its changes to functions of torch. Ranks that
+    differ would wait for each other without end. So every rank compares its plan and patches with those of
+    the rank that comes first, by these keys of the rendezvous store:
 
         first         plan and patches of the rank that came first
-        difference    the first difference that a rank found; "none" when all ranks have compared
-        rank/R        set when rank R has found no difference
-        count         number of these ranks
+        rank/R        exists when rank R has found no difference
+        count         number of ranks that have found no difference
+        difference    the first difference that a rank found; "none" when all ranks have found none
 
     Args:
         waits: Whether to wait until all ranks have compared.
 
     Raises:
-        HolmesError: this rank differs and is the first to say so, or other ranks did not come in time.
-        RemoteError: another rank has already printed a difference.
+        HolmesError: this rank is the first that found a difference, or other ranks did not come in time.
+        RemoteError: another rank found a difference first, and prints it.
     """
-    prefix = f"{current.round}/agree/{next(_default_group_numbers)}"
+    prefix = f"{current.round}/agree/{next(_default_group_numbers)}"  # new for each start of the job
     mine = {"who": f"rank {current.rank} on {current.node.name}", "plan's digest": current.plan.digest}
-    mine.update(registry().states())
+    mine.update(registry().states())  # patch -> "off" or "on VERSION"
+    # compare_set(key, "", value) sets the key if it does not exist, and returns the key's value.
     first = json.loads(store.compare_set(f"{prefix}/first", "", json.dumps(mine)))
     difference = _difference(mine, first)
     if difference:
         reported = store.compare_set(f"{prefix}/difference", "", difference).decode()
         if reported == difference:
             raise HolmesError(difference)
-        raise RemoteError(reported)  # one rank's message is enough
+        raise RemoteError(reported)  # another rank was first
     if not waits:
         return
 
@@ -178,36 +199,46 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
 
 
 def _difference(mine: dict[str, str], first: dict[str, str]) -> str:
-    """Return the first difference between two ranks' plans and patches, in words; "" if there is none.
+    """Return the first difference between the plans and patches of two ranks, in words; "" if there is none.
+
+    Patches are holmes's changes to functions of torch.
 
     Args:
-        mine: "who" -> this rank and its node, "plan's digest" -> a hash, and a state for each patch.
-        first: The same of the rank that came first.
+        mine: Describes this rank. Keys: "who" (this rank and its node, not compared), "plan's digest" (a
+            hash) and the name of each patch, whose value is the patch's state.
+        first: Describes the rank that came first, with the same keys.
     """
     keys = sorted({*mine, *first} - {"who"})
     key = next((key for key in keys if mine.get(key) != first.get(key)), None)
     if key is None:
         return ""
-    what = "differ in" if key == "plan's digest" else "are patched differently:"
-    here = f"{mine.get(key)!r} on {mine['who']}"
-    there = f"{first.get(key)!r} on {first['who']}"
-    return f"the ranks {what} {key}: it is {here} and {there}; install and give the same everywhere"
+    verb = "differ in" if key == "plan's digest" else "are patched differently:"
+    my_value = f"{mine.get(key)!r} on {mine['who']}"
+    first_value = f"{first.get(key)!r} on {first['who']}"
+    return f"the ranks {verb} {key}: it is {my_value} and {first_value}; install and give the same everywhere"
 
 
 def _wait_for_all_ranks(store: Any, prefix: str, current: Session) -> None:
-    """Wait until all ranks have compared their patches, or one has found a difference.
+    """Wait until the key `difference` of the rendezvous store exists.
+
+    A rank sets it when it finds a difference between the ranks, or when all ranks have found none.
+
+    Args:
+        prefix: Prefix of the keys.
 
     Raises:
-        HolmesError: ranks did not come within --holmes-timeout.
+        HolmesError: the key was not set within --holmes-timeout. The message lists the ranks without a key
+            `rank/R`: they have not come.
     """
     try:
         store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
-    except RuntimeError:  # torch.distributed.DistError is one
+    except RuntimeError:  # or a subclass: torch.distributed.DistError
         all_ranks = range(current.plan.world_size)
         missing = [rank for rank in all_ranks if not store.check([f"{prefix}/rank/{rank}"])]
-        what = f"did not come to init_process_group within {current.options.timeout} s (--holmes-timeout)"
+        timeout = f"{current.options.timeout} s (--holmes-timeout)"
         raise HolmesError(
-            f"rank {current.rank} on {current.node.name}: rank {some_of(missing)} {what}"
+            f"rank {current.rank} on {current.node.name}: "
+            f"rank {some_of(missing)} did not come to init_process_group within {timeout}"
         ) from None
 
 
@@ -218,11 +249,12 @@ def _nccl_options(
     timeout: timedelta | None,
     parent_options: Any = None,
 ) -> Any:
-    """Return the options of an NCCL group, with the network that the plan assigns to the group's ranks.
+    """Return the options of an NCCL group, whose net_name is the network that holmes's plan assigns to it.
 
     Args:
-        program_options: Those that the program gave, or None.
-        parent_options: Those of the group from which this one is split.
+        ranks: The group's ranks.
+        program_options: Options that the program gave for the group, or None.
+        parent_options: If the group is split from another group: the options of the other group.
 
     Raises:
         HolmesError: a configuration file of NCCL forces another network.
@@ -231,26 +263,31 @@ def _nccl_options(
 
     if not hasattr(ProcessGroupNCCL.Options().config, "net_name"):
         return program_options  # NCCL before 2.17 chooses the network itself
-    transport = current.transport(ranks, "nccl")
+    transport = current.transport(ranks, "nccl")  # the planned network of these ranks
     try:
-        refuse_forced(transport, current.forced_nets)
+        refuse_forced(transport, current.forced_nets)  # forced_nets: network -> file of NCCL that forces it
     except HolmesError as error:
         raise told_once(error) from None  # all ranks of the group fail; one prints the message
     return nccl_options(transport, program_options, ProcessGroupNCCL.Options, timeout, parent_options)
 
 
 def _record(current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:
-    """Add a group to the session's list, with the NIC that it uses, and print it with --holmes-verbose on.
+    """Add a process group to the list of groups in the session of holmes, with the network that it uses.
 
-    The NIC differs from the plan's if the user has set another one for gloo or NCCL.
+    With --holmes-verbose on, the group's first rank prints the entry.
+
+    Args:
+        options: Options of the group. Like GLOO_SOCKET_IFNAME, their net_name may set another network than
+            the planned one.
     """
     planned = current.transport(ranks, backend)
+    # `planned`, unless GLOO_SOCKET_IFNAME or net_name sets another network
     transport = as_made(planned, current.node, backend, current.site.fabric_by_name, options)
     current.groups.append(GroupRecord(name, ranks, backend, transport))
     if current.options.verbose == "on" and current.rank == ranks[0]:
         members = some_of(ranks, separator=",")
-        where = f"{transport.fabric} via {transport.interface or transport.net_name or 'NVLink/memory'}"
-        tell_user(f"group {name or 'world'} [{members}] {backend}: {where}")
+        port = transport.interface or transport.net_name or "NVLink/memory"
+        tell_user(f"group {name or 'world'} [{members}] {backend}: {transport.fabric} via {port}")
 
 
 PATCHES = (
@@ -264,5 +301,5 @@ PATCHES = (
           _give_split_group_its_nic, only=">=2.5"),
     Patch(RANKS, f"{_C10D}:destroy_process_group",
           "DistributedDataParallel ends its group with the interpreter's lock held, for which gloo waits",
-          _destroy_when_threads_are_done),
+          _destroy_after_gloo_threads),
 )  # fmt: skip

@@ -1,10 +1,14 @@
-"""Joined jobs of plain torch, DistributedDataParallel, FSDP2 and what is built on them.
+"""Lets jobs in plain torch, DistributedDataParallel or FSDP2 train one model together (--holmes-join).
 
-    optimizer.step()   before the first: join;   after each: a round may begin or end (torch's global hooks)
-    FSDP2              DTensor parameters: each rank exchanges its shard
-    DistributedSampler num_replicas K x R, rank k R + r: job k of K reads its part (--holmes-outer part=k/K)
+"Joined jobs" train separately for some steps. Then they exchange how far their weights have moved, and apply
+the average (DiLoCo, arXiv 2311.08105): an outer step. This file connects them to torch:
 
-Steps that a GradScaler skips do not count. The row is the optimizer's parameters in its order.
+    optimizer.step()     Global hooks of torch run before and after each step. Before the first step the job
+                         joins the others. After a step, an exchange may begin or end. A step that a
+                         GradScaler skips does not count.
+    weights              The parameters of the optimizer, in its order. Under FSDP2 (DTensor parameters) each
+                         rank exchanges its shard.
+    DistributedSampler   Each job reads another part of the data set (--holmes-outer part=k/K).
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ _hooks: list[Any] = []
 
 
 def attach() -> None:
-    """Look on at every optimizer's steps."""
+    """Register global hooks of torch, by which jobs that train one model together follow its optimizer steps.
+
+    The hooks run before and after each step of every optimizer.
+    """
     from torch.optim import optimizer
 
-    _hooks.append(optimizer.register_optimizer_step_pre_hook(_before))
-    _hooks.append(optimizer.register_optimizer_step_post_hook(_after))
+    _hooks.append(optimizer.register_optimizer_step_pre_hook(_before_step))
+    _hooks.append(optimizer.register_optimizer_step_post_hook(_after_step))
 
 
 def detach() -> None:
@@ -33,93 +40,144 @@ def detach() -> None:
         _hooks.pop().remove()
 
 
-def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Let this job join the other jobs that train the same model, before the first step of its optimizer.
+
+    It runs before every step of every optimizer, as a hook of torch.
+
+    Raises:
+        HolmesError: another optimizer of the program has made a step before.
+    """
     from torch.optim import Optimizer
 
     def adapter() -> training.FrameworkAdapter:
         return training.FrameworkAdapter("torch", lambda: weights_of(optimizer),
                                          lambda: _local(_parameters(optimizer)[0][1]).device)
 
-    if not training.claim(optimizer, adapter) and isinstance(training.owner(), Optimizer):
+    # claim() makes the job join, with the weights of the first optimizer that makes a step.
+    is_first_optimizer = training.claim(optimizer, adapter)
+    if not is_first_optimizer and isinstance(training.owner(), Optimizer):
         raise HolmesError("--holmes-join: the script has two optimizers; jobs of one optimizer can join")
 
 
-def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if training.owner() is optimizer:
         training.stepped()
 
 
 def weights_of(optimizer: Any) -> training.WeightShards:
-    """The row of what an optimizer steps. HolmesError where a parameter's elements are not a range of it."""
+    """Return the weights that this rank exchanges with other jobs that train the same model (--holmes-join).
+
+    These are the optimizer's parameters, or this rank's shards of them.
+
+    Raises:
+        HolmesError: the optimizer has no parameters, or this rank's elements of a parameter are not one
+            contiguous range of its elements.
+    """
     named = _parameters(optimizer)
     if not named:
         raise HolmesError("--holmes-join: the optimizer steps no parameters")
-    parts = []
-    for name, p in named:
-        local = _local(p)
+    parts = []  # (name, position of this rank's first element in the parameter, this rank's elements)
+    for name, parameter in named:
+        local = _local(parameter)
         if not local.is_contiguous():
             raise HolmesError(
                 f"--holmes-join: parameter {name} is not contiguous in memory, so jobs cannot join")
-        parts.append((name, _offset(name, p), local.view(-1)))
-    places = [(p, _local(p).data_ptr()) for _, p in named]
+        parts.append((name, _offset(name, parameter), local.view(-1)))
+
+    addresses = [(parameter, _local(parameter).data_ptr()) for _, parameter in named]
+
+    def have_moved() -> bool:
+        return any(_local(parameter).data_ptr() != address for parameter, address in addresses)
+
     return training.WeightShards(
-        "all ranks", [(name, tuple(p.shape), str(p.dtype)) for name, p in named], parts,
-        moved=lambda: any(_local(p).data_ptr() != place for p, place in places))
+        position="all ranks",
+        tensors=[(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named],
+        parts=parts,
+        moved=have_moved,
+    )
 
 
 def _parameters(optimizer: Any) -> list[tuple[str, Any]]:
-    """By the names that the optimizer was given, or their places in it."""
+    """Return (name, parameter) of all parameters of an optimizer that require a gradient.
+
+    The name is the one that the program gave to the optimizer, or like "group 0 parameter 3".
+    """
     parameters = []
-    for g, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"group {g} parameter {k}" for k in range(len(group["params"]))]
-        parameters += [(name, p) for name, p in zip(names, group["params"]) if p.requires_grad]
+    for group_number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        if not names:
+            names = [f"group {group_number} parameter {number}" for number in range(len(group["params"]))]
+        parameters += [
+            (name, parameter) for name, parameter in zip(names, group["params"]) if parameter.requires_grad
+        ]
     return parameters
 
 
-def _local(p: Any) -> Any:
-    """What this rank holds of a parameter."""
-    return getattr(p, "_local_tensor", p).detach()
+def _local(parameter: Any) -> Any:
+    """Return this rank's elements of a parameter: the local shard of a DTensor, or the whole tensor."""
+    return getattr(parameter, "_local_tensor", parameter).detach()
 
 
-def _offset(name: str, p: Any) -> int:
-    """Where the elements of a DTensor's shard begin in the whole."""
-    if not hasattr(p, "_local_tensor"):
-        if hasattr(p, "_sharded_size"):  # FSDP1's flat parameters are resized under way
+def _offset(name: str, parameter: Any) -> int:
+    """Return the position, in a flat parameter, of the first element that this rank holds.
+
+    It is 0 for a parameter that is no DTensor: the rank holds all elements.
+
+    Raises:
+        HolmesError: the shards are not contiguous ranges of the parameter's elements, or FSDP1 shards it.
+    """
+    if not hasattr(parameter, "_local_tensor"):
+        if hasattr(parameter, "_sharded_size"):  # FSDP1 changes the size of its flat parameters in each step
             raise HolmesError(
                 "--holmes-join: FSDP1 (FullyShardedDataParallel) cannot join; use fully_shard (FSDP2)")
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    # rows that are not a range
-    odd = any(placement.is_partial() or "Strided" in type(placement).__name__ for placement in p.placements)
-    if odd or tuple(shape[1:]) != tuple(p.shape[1:]):
+    placements = parameter.placements
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, placements
+    )
+    has_unfit_placement = any(
+        placement.is_partial() or "Strided" in type(placement).__name__ for placement in placements
+    )
+    is_split_by_rows = tuple(shape[1:]) == tuple(parameter.shape[1:])
+    if has_unfit_placement or not is_split_by_rows:
         raise HolmesError(
-            f"--holmes-join: parameter {name} is sharded as {p.placements}; a job can join if its weights"
-                          " are replicated, or sharded along their first dimension")  # fmt: skip
-    return int(offset[0]) * (p.numel() // p.shape[0]) if p.dim() and p._local_tensor.numel() else 0
+            f"--holmes-join: parameter {name} is sharded as {placements}; a job can join if its weights"
+            " are replicated, or sharded along their first dimension"
+        )
+    if not parameter.dim() or not parameter._local_tensor.numel():
+        return 0
+    first_row = int(offset[0])
+    row_length = parameter.numel() // parameter.shape[0]
+    return first_row * row_length
 
 
 @by_name
 def _sample_job_part(call, instance, num_replicas, rank):
-    """Make a DistributedSampler give this job its part of the data set (--holmes-outer part=k/K).
+    """Construct a DistributedSampler that draws only from this job's part of the data set.
 
-    DistributedSampler deals the shuffled indices to `num_replicas` ranks in turn. The ranks of job k of K
-    (k from 0), which has R ranks, take the numbers k, k + K, k + 2 K, ... among K * R replicas. So the job
-    reads the indices i with i mod K = k, whatever number of ranks the other jobs have.
+    Wrapper of DistributedSampler.__init__, which `call()` runs.
+
+    Several jobs may train one model together. If this job has part k of K of the data set (--holmes-outer
+    part=k/K), it must draw the samples i with i mod K = k.
+
+    A DistributedSampler deals samples to its replicas in turn: replica j of n draws those with i mod n = j.
+    So rank r of this job, which has R ranks, becomes replica k + K * r of K * R.
     """
-    job, job_count = training.part()
-    if job_count == 1:
+    k, part_count = training.part()
+    if part_count == 1:
         return call()
 
     import torch.distributed as dist
 
-    training.share()
+    training.share()  # without this, the job would warn that the script must divide the data
     if num_replicas is None:
         num_replicas = dist.get_world_size()
     if rank is None:
         rank = dist.get_rank()
-    return call(num_replicas=job_count * num_replicas, rank=job + job_count * rank)
+    return call(num_replicas=part_count * num_replicas, rank=k + part_count * rank)
 
 
 PATCHES = (

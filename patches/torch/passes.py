@@ -1,15 +1,19 @@
-"""Runs schedules of torch.distributed.pipelining in the order of passes that the plan lists.
+"""Runs a pipeline schedule of torch.distributed.pipelining in the order of passes that the plan lists.
 
-A pass is the forward pass of one micro-batch on one stage, its backward pass, or one half of the backward
-pass: for the gradients of inputs or for those of weights. With --holmes-passes auto the plan lists the passes
-of each stage. A schedule with one stage a rank (1F1B, GPipe) then hands each training step to torch's runtime
-for lists of actions, _PipelineScheduleRuntime, which adds the sends and receives. Two things are changed:
+Terms:
 
-    receives           torch posts them as if messages took no time, so messages over slow links would wait.
-                       They are moved to where the plan posts them (runtime/groups/receive_order.py).
-    weight gradients   A backward pass of torch for inputs only keeps the whole graph until the weights' turn.
-                       Here linear layers keep only what their weight gradients need
-                       (runtime/reduce/weight_gradients.py), and hooks of parameters see every gradient.
+    pass    The forward pass of one micro-batch on one stage (F), its full backward pass (B), or one half of
+            the backward pass: for the gradients of inputs (I) or of weights (W).
+    plan    What holmes computes before the job starts. With --holmes-passes auto it lists the passes of each
+            stage.
+
+If the schedule has one stage a rank (1F1B, GPipe), each training step runs in _PipelineScheduleRuntime, which
+is torch's executor for lists of passes. It adds the sends and receives. holmes changes two things:
+
+    receives           torch posts each receive shortly before the message is needed. Over a slow network the
+                       stage would wait. So receives are moved to where the plan posts them.
+    weight gradients   Between I and W, torch keeps the whole autograd graph. Here linear layers keep only the
+                       tensors that their weight gradients need (runtime/reduce/weight_gradients.py).
 """
 
 from __future__ import annotations
@@ -31,15 +35,15 @@ from holmes_ext.runtime.session import Session
 
 
 class PlannedRuntime(NamedTuple):
-    """torch's runtime for lists of actions, with the passes of the plan."""
+    """Executor that runs the steps of a pipeline schedule in the order of passes that holmes's plan lists."""
 
-    runtime: Any  # a _PipelineScheduleRuntime
-    # Whether the runtime does not divide gradients by the number of micro-batches, so that _step() must:
-    # before torch 2.10 it divides after a full backward pass only, and the stage's last pass is none.
+    runtime: Any  # a _PipelineScheduleRuntime of torch
+    # Whether _step() must divide the gradients by the number of micro-batches, because the runtime does not:
+    # torch before 2.10 does it only if the stage's last pass is a full backward pass.
     leaves_gradients_undivided: bool
 
 
-#: Schedule of the program -> what runs its steps. None: the schedule keeps its own order of passes.
+#: Schedule of the program -> the executor of its steps. None: the schedule keeps its own order of passes.
 _runtimes: weakref.WeakKeyDictionary[Any, PlannedRuntime | None] = weakref.WeakKeyDictionary()
 #: Stage that runs the plan's passes -> its postponed weight gradients.
 _weight_gradients: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.WeakKeyDictionary()
@@ -48,9 +52,12 @@ _weight_gradients: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.Wea
 @with_session
 @by_name
 def _step(current, call, instance):
-    """Run a training step of a schedule with one stage a rank, in the plan's order of passes if it has one.
+    """Run a training step of a pipeline schedule in the order of passes that holmes's plan lists.
 
-    torch's runtime for lists of actions runs the plan's order; it is made before the schedule's first step.
+    Wrapper of PipelineScheduleSingle.step, which `call()` runs.
+
+    A pass is the forward or backward pass of a micro-batch. torch's _PipelineScheduleRuntime runs the listed
+    passes. If the plan lists none, or they do not fit the schedule, the schedule runs its own passes.
     """
     if not instance._has_backward:
         return call()
@@ -58,42 +65,63 @@ def _step(current, call, instance):
         _runtimes[instance] = _planned_runtime(current, instance)
     planned = _runtimes[instance]
     if planned is None:
-        return call()
+        return call()  # the schedule runs its own passes
 
-    outputs = planned.runtime.step(*call.args, **call.kwargs)
+    outputs = planned.runtime.step(*call.args, **call.kwargs)  # in place of the schedule's own step
     if planned.leaves_gradients_undivided:
         divisor = instance._n_microbatches if instance.scale_grads else 1
-        instance._stage.scale_grads(divisor)
+        instance._stage.scale_grads(divisor)  # divides the gradients
     return outputs
 
 
 def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
-    """Return a runtime with the plan's passes for a schedule.
+    """Return an executor that runs a pipeline schedule in the order of passes that holmes's plan lists.
+
+    A pass is the forward or backward pass of a micro-batch.
 
     Returns:
-        None if the plan lists no passes for the job, or if its passes do not fit the schedule, which rank 0
-        then prints.
+        None if the plan lists no passes for this pipeline. Also None if its passes do not fit the schedule;
+        rank 0 then prints the reason.
     """
     import torch.distributed as dist
     from torch.distributed.pipelining import schedules
 
     stage = schedule._stage
     group = stage.group or dist.group.WORLD
-    network_api = network_api_of(backend_of(group))
-    sizes = sizes_of(current, group_ranks(group))
+    network_api = network_api_of(backend_of(group))  # the plan depends on whether gloo or NCCL is used
+    sizes = sizes_of(current, group_ranks(group))  # parallel sizes of the job: stages, replicas, ...
     if sizes is None or not network_api:
         return None  # the plan cannot be applied to this pipeline or to its backend
-    passes_of_stages = current.plan_for(sizes).traffic_of(network_api).passes
+    passes_of_stages = current.plan_for(sizes).traffic_of(network_api).passes  # a text for each stage
     if not passes_of_stages:
         return None
-    order = listed_passes(passes_of_stages, network_api)
+    order = listed_passes(passes_of_stages, network_api)  # parses the texts
     reason = _reason_for_own_passes(schedule, order)
-    if reason:
+    if reason:  # tell() prints on rank 0
         tell(current, f"{type(schedule).__name__} keeps its own passes: {reason}", once=True)
         return None
 
-    runtime = schedules._PipelineScheduleRuntime(
-        [stage],
+    runtime = _empty_runtime(schedule)
+    _load_passes(runtime, order)
+    actions_of_rank = runtime.pipeline_order_with_comms  # passes, sends and receives
+    actions_of_rank[runtime.rank] = _with_receives_moved(
+        actions_of_rank[runtime.rank], order, stage.stage_index
+    )
+    _weight_gradients[stage] = WeightGradients()  # from now on _run_backward() postpones weight gradients
+    last_letter, _ = order.stages[stage.stage_index][-1]  # a pass is (letter, micro-batch)
+    ends_with_weight_gradients = last_letter == "W"
+    is_before_torch_2_10 = not hasattr(schedules, "REDUCE_GRAD")
+    return PlannedRuntime(
+        runtime, leaves_gradients_undivided=ends_with_weight_gradients and is_before_torch_2_10
+    )
+
+
+def _empty_runtime(schedule: Any) -> Any:
+    """Return torch's executor for lists of passes, with the settings of a schedule but without passes."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules._PipelineScheduleRuntime(
+        [schedule._stage],
         schedule._n_microbatches,
         loss_fn=schedule._loss_fn,
         scale_grads=schedule.scale_grads,
@@ -101,19 +129,14 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
         kwargs_chunk_spec=schedule._kwargs_chunk_spec,
         output_merge_spec=schedule._output_merge_spec,
     )
-    _load_passes(runtime, order)
-    actions_of_rank = runtime.pipeline_order_with_comms
-    actions_of_rank[runtime.rank] = _with_receives(
-        actions_of_rank[runtime.rank], order, stage.stage_index
-    )
-    _weight_gradients[stage] = WeightGradients()
-    last_pass, _ = order.stages[stage.stage_index][-1]
-    is_older_than_2_10 = not hasattr(schedules, "REDUCE_GRAD")
-    return PlannedRuntime(runtime, leaves_gradients_undivided=last_pass == "W" and is_older_than_2_10)
 
 
 def _reason_for_own_passes(schedule: Any, order: PassOrder) -> str:
-    """Return why a schedule cannot run the plan's passes; "" if it can."""
+    """Return in words why a pipeline schedule cannot run the passes that holmes's plan lists; "" if it can.
+
+    Args:
+        order: The listed passes (forward and backward passes of micro-batches) of each stage.
+    """
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
@@ -131,43 +154,59 @@ def _reason_for_own_passes(schedule: Any, order: PassOrder) -> str:
 
 
 def _load_passes(runtime: Any, order: PassOrder) -> None:
-    """Give torch's runtime the passes of all stages. It adds sends and receives to this rank's own."""
+    """Load the passes of all pipeline stages into torch's executor for lists of passes.
+
+    The executor adds the sends and receives of this rank's stage.
+
+    Args:
+        runtime: A _PipelineScheduleRuntime.
+        order: For each stage its passes, e.g. ("F", 0): the forward pass of micro-batch 0.
+    """
     from torch.distributed.pipelining import schedules
 
+    # "F": forward, "B": backward, "I" and "W": backward for the gradients of inputs and of weights only
     type_of_letter = schedules._ComputationType.from_str
-    actions_of_rank = {
-        stage: [schedules._Action(stage, type_of_letter(letter), number) for letter, number in passes]
-        for stage, passes in enumerate(order.stages)  # one stage a rank: both have the same number
-    }
+    passes_of_rank = {}
+    for stage, passes in enumerate(order.stages):
+        rank = stage  # in the pipeline's group; there is one stage a rank
+        passes_of_rank[rank] = [
+            schedules._Action(stage, type_of_letter(letter), micro_batch) for letter, micro_batch in passes
+        ]
     if hasattr(runtime, "_prepare_schedule_with_comms"):
-        runtime._prepare_schedule_with_comms(actions_of_rank)
+        runtime._prepare_schedule_with_comms(passes_of_rank)
     else:
-        runtime._load_actions(actions_of_rank)  # torch 2.8
+        runtime._load_actions(passes_of_rank)  # torch 2.8
 
 
-def _with_receives(actions: list[Any], order: PassOrder, stage: int) -> list[Any]:
-    """Return the actions of a stage with each receive moved to where the plan posts it.
+def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> list[Any]:
+    """Return the actions of a pipeline stage, with each receive moved to its position in holmes's plan.
 
-    The plan posts a receive when the step begins, or after this stage has sent a certain message over the
-    same link. So both ends of a link launch its messages in one order.
+    A receive is posted at the beginning of the training step, or right after the stage has sent a certain
+    message to the same neighbour. So two neighbours launch their common sends and receives in the same order,
+    which NCCL needs.
 
     Args:
         actions: Passes, sends and receives of the stage, in torch's order.
+        order: The plan: passes of each stage, and positions of receives.
+        stage: Number of the stage in the pipeline.
     """
-    # Keys: None for the step's beginning, or (letter, micro-batch) of the message that is sent before.
+    at_beginning = None
+    # at_beginning, or (letter, micro-batch) of a message that the stage sends -> receives to post after it
     receives_after = defaultdict[Any, list[Any]](list)
     passes_and_sends = []
     for action in actions:
-        operation, _, letter = action.computation_type.name.partition("_")  # "RECV_F": of an activation
+        # A name like "RECV_F" (of an activation) or "RECV_B" (of a gradient).
+        operation, _, letter = action.computation_type.name.partition("_")
         if operation != "RECV":
             passes_and_sends.append(action)
             continue
-        # An activation comes over the link from the preceding stage, a gradient over that to the next one.
+        # Link k connects stages k and k + 1. Activations arrive from the preceding stage, gradients from the
+        # next stage.
         link = stage - 1 if letter == "F" else stage
-        after = order.posted_after(link, letter, action.microbatch_index)
-        receives_after[after].append(action)
+        sent_before = order.posted_after(link, letter, action.microbatch_index)  # or None: at_beginning
+        receives_after[sent_before].append(action)
 
-    ordered = receives_after[None]
+    ordered = receives_after[at_beginning]
     for action in passes_and_sends:
         ordered.append(action)
         operation, _, letter = action.computation_type.name.partition("_")
@@ -178,24 +217,35 @@ def _with_receives(actions: list[Any], order: PassOrder, stage: int) -> list[Any
 
 @by_name
 def _run_forward(call, instance, fwd_chunk_id):
-    """Run a micro-batch's forward pass so that weight gradients of linear layers can be computed later."""
+    """Run the forward pass of a micro-batch on a pipeline stage.
+
+    Wrapper of forward_one_chunk of torch's stages, which `call()` runs.
+
+    If the stage runs passes that holmes's plan lists, linear layers prepare to compute their weight gradients
+    separately from the backward pass.
+    """
     if instance not in _weight_gradients or not instance.has_backward:
         return call()
-    with _weight_gradients[instance].of(fwd_chunk_id):
+    with _weight_gradients[instance].of(fwd_chunk_id):  # linear layers register with this micro-batch
         return call()
 
 
 @by_name
 def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
-    """Run a micro-batch's backward pass without the weight gradients of linear layers.
+    """Run the backward pass of a micro-batch on a pipeline stage, full or for input gradients only.
 
-    For autograd it is always a full backward pass, since linear layers keep what their weight gradients need
-    (WeightGradients). If the schedule asks for a full pass, those gradients are computed right after it;
-    otherwise in _compute_weight_gradients(), which the schedule calls later.
+    Wrapper of backward_one_chunk of torch's stages, which `call()` runs.
+
+    If the stage runs passes that holmes's plan lists, autograd computes all gradients except the weight
+    gradients of linear layers. The weight gradients of linear layers are computed
+
+    - right afterwards in a full backward pass
+    - otherwise later, when the schedule calls _compute_weight_gradients()
     """
     if instance not in _weight_gradients:
-        return call()
-    # last_backward makes DistributedDataParallel and FSDP reduce; these stages are in neither.
+        return call()  # the stage does not run the plan's passes
+    # full_backward=True: linear layers leave their weight gradients out by themselves (_run_forward).
+    # last_backward=True would make DistributedDataParallel and FSDP reduce; these stages are in neither.
     result = call(full_backward=True, last_backward=False)
     if full_backward:
         _weight_gradients[instance].make(bwd_chunk_id)
@@ -204,13 +254,16 @@ def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
 
 @by_name
 def _compute_weight_gradients(call, instance, bwd_chunk_id, last_backward=False):
-    """Compute the weight gradients of linear layers that the micro-batch's backward pass left out.
+    """Compute the weight gradients of linear layers that _run_backward() left out for a micro-batch.
 
-    `last_backward` is not needed here; as a parameter, it is not refused as unknown.
+    Wrapper of backward_weight_one_chunk of torch's stages, which `call()` runs.
+
+    `last_backward` has no effect: the stage is neither in DistributedDataParallel nor in FSDP. It is a
+    parameter only so that refuse_unread_arguments() accepts it.
     """
     if instance not in _weight_gradients:
-        return call()
-    call.refuse_unknown()
+        return call()  # the stage does not run the plan's passes
+    call.refuse_unread_arguments()
     return _weight_gradients[instance].make(bwd_chunk_id)
 
 

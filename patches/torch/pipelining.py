@@ -1,21 +1,19 @@
-"""Adapts torch.distributed.pipelining to clusters: groups for messages between stages, and late waits.
+"""Adapts torch.distributed.pipelining to pipelines whose stages are in different clusters of nodes.
 
-    ranks      A plan orders ranks so that few pairs of neighbouring stages lie in different clusters. It
-               needs the job's pipelines, which are read off the schedule's process group; if another order
-               of the ranks would keep more traffic inside clusters, rank 0 prints one line.
-    messages   A schedule sends all messages over the pipeline's group, which uses Ethernet if the pipeline
-               crosses clusters. Here each pair of neighbours gets a group of its own, on the fastest network
-               that the two share (runtime/groups/members.py).
+    messages   torch sends all messages of a pipeline over one process group. If the pipeline spans clusters,
+               this group uses Ethernet, the only network that all its ranks share. Here each pair of
+               neighbouring stages has a group of its own ("pair group"), on the fastest network that the two
+               ranks share.
     gradients  A stage in DistributedDataParallel waits for its gradient reduction at the end of its last
-               backward pass, before it sends a gradient to the preceding stage. So the stages would reduce
-               one after another. Here a stage goes on, and the step waits for all reductions at its end.
+               backward pass, and only then sends a gradient to the preceding stage. So the stages reduce one
+               after another. Here a stage does not wait, and the training step waits for all reductions at
+               its end.
+    ranks      The order of ranks decides how many neighbouring stages are in different clusters. If another
+               order would be better for this pipeline, rank 0 prints a message.
 
-Breadth-first order (LoopedBFS; arXiv 2211.05953) makes the gradients of a rank's later stages final long
-before those of its first: then only the first one's reduction is left to wait for. FSDP's stages reduce and
-wait as torch does it: on streams of its own with NCCL, at once with gloo.
-
-Under NCCL (run on emulated GPUs) all ranks of a data-parallel group launch a stage's all-reduces in the same
-order, since they run the same schedule. Pair groups keep the order of messages in each direction of a pair.
+Stages in FSDP reduce and wait as in torch without holmes. Under NCCL, all ranks of a data-parallel group
+start the reductions of their stages in the same order, since they run the same schedule. (NCCL was run on
+emulated GPUs only.)
 """
 
 from __future__ import annotations
@@ -38,25 +36,28 @@ from holmes_ext.runtime.session import Session
 
 #: Process group of a pipeline -> rank of a neighbouring stage -> process group of that pair of ranks.
 _pair_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-#: Stages of the current step whose gradients are not reduced yet -> stock's division of these gradients by
+#: Stages of the current step whose gradients are not reduced yet -> torch's division of these gradients by
 #: the number of micro-batches, which _postpone_scaling() stores and _step() calls.
 _postponed_scaling: dict[Any, Callable[[], Any]] = {}
 
 
 def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> None:
-    """Make the pair groups of a pipeline before its first step, and print what keeps it from being optimal.
+    """Make a process group for each pair of neighbouring stages, before the first step of a pipeline.
 
-    A step is what all ranks of the pipeline begin together, as they must when they make groups.
+    Rank 0 also prints warnings: if another order of ranks would be better, or if gradients of the schedule
+    would not be reduced.
+
+    Args:
+        stages: The stages of this rank. All ranks of the pipeline must call this function together.
     """
-    import torch
     import torch.distributed as dist
 
     group = stages[0].group or dist.group.WORLD
     if group in _pair_groups:
-        return
+        return  # this was not the first step
     sizes = sizes_of(current, group_ranks(group))
     if sizes is not None:
-        check_grid(current, sizes)
+        check_grid(current, sizes)  # compares the sizes and the order of ranks with the plan's
     if getattr(stages[0], "p2p_per_edge", False):
         _pair_groups[group] = {}  # torch 2.15 or later makes a group for each pair of stages itself
     else:
@@ -64,21 +65,34 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
 
     is_traced = any(hasattr(stage, "pipe_info") for stage in stages)
     if _pair_groups[group] and backend_of(group) == "nccl" and is_traced:
-        # A model that torch traced (a Pipe) may have skip connections, whose messages stay on the pipeline's
-        # group. NCCL makes the communicator of a group at its first use, and waits for all ranks of the
-        # group; but such a message has two. So this all-reduce makes it. (torch 2.13 sends these messages one
-        # by one, in communicators of two ranks; older versions send them in a batch over this one.)
-        dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
-    tell(current, _warning_of_unreduced_gradients(schedule, stages), once=True)
+        _make_communicator(group)
+    tell(current, _warning_of_unreduced_gradients(schedule, stages), once=True)  # rank 0 prints it, if any
+
+
+def _make_communicator(group: Any) -> None:
+    """Make the NCCL communicator of a pipeline's process group, by an all-reduce of one number.
+
+    Only messages of skip connections use this group, in models that torch has traced. NCCL makes the
+    communicator of a group at the group's first operation, and waits for all ranks of the group. A message
+    has only two ranks, so the first message would wait without end.
+    """
+    import torch
+    import torch.distributed as dist
+
+    # torch 2.13 sends these messages one by one, in communicators of two ranks. Older versions of torch send
+    # them in a batch, in the communicator of the group.
+    dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)
 
 
 def sizes_of(current: Session, pipeline_ranks: list[int]) -> Sizes | None:
     """Return the parallel sizes of the job (pipeline, data, ...), given the ranks of one of its pipelines.
 
-    Returns:
-        The plan's sizes if they have a pipeline of these ranks. Otherwise the distance between consecutive
-        ranks shows the order of ranks: the number of pipelines if all first stages come first, 1 if all
-        stages of the first pipeline come first. None if the distance is another one.
+    The plan's sizes are returned if the plan has a pipeline with these ranks. Otherwise the sizes are derived
+    from the distance between the ranks of consecutive stages, with P pipelines of S stages:
+
+        distance P    ranks 0 to P - 1 run the first stages of all pipelines
+        distance 1    ranks 0 to S - 1 run all stages of the first pipeline
+        another       None: the order of the ranks is not known
     """
     world_size = current.plan.world_size
     stage_count = len(pipeline_ranks)
@@ -90,18 +104,20 @@ def sizes_of(current: Session, pipeline_ranks: list[int]) -> Sizes | None:
 
     pipeline_count = world_size // stage_count
     distance = pipeline_ranks[1] - pipeline_ranks[0]
-    order_of_distance = {pipeline_count: DEFAULT_ORDER, 1: PIPELINES_FIRST}
-    order = order_of_distance.get(distance)
-    if order is None:
+    if distance == 1:
+        order = PIPELINES_FIRST
+    elif distance == pipeline_count:
+        order = DEFAULT_ORDER
+    else:
         return None
     return Sizes(pipeline=stage_count, order=order).complete(world_size)
 
 
 def _warning_of_unreduced_gradients(schedule: Any, stages: Any) -> str:
-    """Return a warning if torch leaves gradients of this schedule unreduced; "" if it does not.
+    """Return a warning if DistributedDataParallel would not reduce the gradients of a schedule; else "".
 
-    The reducer of DistributedDataParallel learns of gradients from hooks of the parameters, which do not run
-    in passes for weight gradients only (zero-bubble schedules).
+    Zero-bubble schedules compute weight gradients in passes of their own. The hooks of parameters do not run
+    in these passes, so DistributedDataParallel does not see the gradients.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -117,10 +133,10 @@ def _warning_of_unreduced_gradients(schedule: Any, stages: Any) -> str:
 
 
 class _WorkList(list[Any]):
-    """Works of the calls of _batch_p2p that were made for one call of the program.
+    """List of the Works that torch's _batch_p2p returned, with a method wait() like a single Work.
 
-    Before torch 2.8, callers of _batch_p2p wait for a single Work; since then, for each Work of a list. A
-    list with a method wait() serves both.
+    Callers of _batch_p2p in torch before 2.8 expect a single Work, and call its wait(). Callers in later
+    versions expect a list. This class serves both.
     """
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
@@ -130,15 +146,18 @@ class _WorkList(list[Any]):
 
 @by_name
 def _send_over_pair_groups(call, instance, p2p_ops):
-    """Send and receive each message over the process group of its pair of ranks.
+    """Start the sends and receives of a pipeline stage, each over the process group of its pair of ranks.
 
-    A call of _batch_p2p may have one group only, so the messages are sorted into one call for each pair.
+    Wrapper of torch's _batch_p2p, which `call()` runs.
+
+    All messages in one call of _batch_p2p must have the same group. So _batch_p2p is called once for each
+    pair.
     """
     if not p2p_ops:
         return call()
     group_of_peer = _pair_groups.get(p2p_ops[0].group)
     if not group_of_peer:
-        return call()
+        return call()  # the pipeline has no groups of pairs
 
     import torch.distributed as dist
 
@@ -160,45 +179,57 @@ def _send_over_pair_groups(call, instance, p2p_ops):
 @with_session
 @by_name
 def _step(current, call, instance):
-    """Run a step of a schedule, and wait for the stages' gradient reductions only at the end of the step.
+    """Run a training step of a pipeline schedule, and wait for gradient reductions only at its end.
 
-    Stock waits for a stage's reduction in the last backward pass of the stage, which delays the gradient that
-    the preceding stage needs. Gradients may be divided by the number of micro-batches only after they are
-    reduced, so _postpone_scaling() keeps the division back until then.
+    Wrapper of `step` of torch's schedules, which `call()` runs.
+
+    Without holmes, DistributedDataParallel waits for a stage's reduction in the last backward pass of the
+    stage. This delays the gradient that the preceding stage needs.
+
+    After the wait, the gradients are divided by the number of micro-batches (see _postpone_scaling).
     """
     global _postponed_scaling
     stages = getattr(instance, "_stages", None) or [instance._stage]  # several stages a rank, or one
-    _prepare_pipeline(current, instance, stages)
+    _prepare_pipeline(current, instance, stages)  # at the first step
     reducer_of: dict[Any, BucketReducer] = {}
     if instance._has_backward:
         for stage in stages:
-            reducer = ddp.postpone_reductions(stage.submod)
+            reducer = ddp.postpone_reductions(stage.submod)  # None: DistributedDataParallel waits itself
             if reducer:
                 reducer_of[stage] = reducer
-    # No stage is in DistributedDataParallel. That is also so in a step of torch's runtime for lists of
-    # actions, which runs inside the step of another schedule (passes.py): its scaling must stay postponed.
     if not reducer_of:
+        # This step may run inside the step of another schedule, which has set _postponed_scaling: passes.py
+        # lets a _PipelineScheduleRuntime do the work of a schedule. So _postponed_scaling is not changed.
         return call()
 
-    _postponed_scaling = dict.fromkeys(reducer_of, lambda: None)  # for a stage that stock does not scale
+    # Stage -> the division of its gradients. When torch wants to divide, _postpone_scaling() stores the
+    # division here. Until then the function does nothing.
+    _postponed_scaling = dict.fromkeys(reducer_of, lambda: None)
     try:
         result = call()
         for stage, reducer in reducer_of.items():
-            reducer.finish()
+            reducer.finish()  # waits for the stage's reductions, most of which have ended under LoopedBFS
             _postponed_scaling[stage]()
     finally:
         _postponed_scaling = {}
         for reducer in reducer_of.values():
-            reducer.postponed = None
+            reducer.postponed = None  # outside of steps, DistributedDataParallel waits itself
     return result
 
 
 @by_name
 def _postpone_scaling(call, instance):
-    """Postpone the division of a stage's gradients by the number of micro-batches until they are reduced."""
+    """Postpone the division of a stage's gradients by the number of micro-batches.
+
+    Wrapper of scale_grads of torch's stages, which `call()` runs.
+
+    Gradients must be reduced before they are divided. torch divides them when the backward passes of a stage
+    have ended. But _step() waits for the reductions only at the end of the training step, so it calls the
+    division afterwards.
+    """
     if instance not in _postponed_scaling:
         return call()
-    _postponed_scaling[instance] = call
+    _postponed_scaling[instance] = call  # called by _step()
 
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"

@@ -1,13 +1,15 @@
-"""Records a job's communication for telemetry and the watchdog, where torch starts it and waits for it.
+"""Records when torch.distributed starts an operation, and how long the program waits for it.
 
-Python code reaches the network through the methods of two classes of torch, which are replaced here:
+The recorder (runtime/measure/telemetry.py) uses this for telemetry, which measures communication, and for the
+watchdog, which reports operations that never end. Methods of two classes of torch are replaced:
 
-    ProcessGroup.allreduce, send, ...   start an operation (called by dist.all_reduce, dist.send, ...)
-    Work.wait                           makes the program wait for an operation
+    ProcessGroup.allreduce, send, ...   start an operation; dist.all_reduce, dist.send, ... call them
+    Work.wait                           waits for an operation
 
-Operations that torch's C++ code starts (functional collectives) are not seen. DistributedDataParallel's are,
-because with telemetry its buckets are reduced from Python (ddp.py). Without a recorder each method costs one
-additional comparison.
+Operations that torch's C++ code starts are not seen, e.g. functional collectives. DistributedDataParallel
+would start its operations in C++, too. With telemetry it starts them from Python, by a comm hook (ddp.py).
+
+Without telemetry there is no recorder: each method then costs one more comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from holmes_ext.runtime.measure import telemetry
 _C10D = "torch.distributed.distributed_c10d"
 _GROUP = f"{_C10D}:ProcessGroup"
 
-#: ProcessGroup's method -> arguments of _starts(); of gathers and scatters the payload is this rank's share.
+#: Method of ProcessGroup -> arguments of _recording(), except for the method: the operation's name, position
+#: of the payload, position of the peer. The payload of a gather or scatter is this rank's share.
 METHODS: dict[str, tuple[Any, ...]] = {
     "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0), "broadcast": ("broadcast", 0),
     "reduce": ("reduce", 0), "allgather": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
@@ -30,7 +33,7 @@ METHODS: dict[str, tuple[Any, ...]] = {
     "alltoall": ("all_to_all", 1), "barrier": ("barrier", None), "send": ("send", 0, 1),
     "recv": ("receive", 0, 1),
 }  # fmt: skip
-#: Those of one tensor: what torch calls from 2.13 on, what it called before.
+#: Methods that torch 2.13 renamed: new name, old name, arguments of _recording().
 RENAMED = (
     ("all_gather_single", "_allgather_base", ("all_gather", 1)),
     ("all_gather_single_coalesced", "allgather_into_tensor_coalesced", ("all_gather", 1)),
@@ -40,75 +43,104 @@ RENAMED = (
 )
 
 
-def _bytes(value: Any) -> int:
-    """Of a tensor, or of all in nested lists."""
-    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else value.nbytes
+def _size_in_bytes(value: Any) -> int:
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
+    if isinstance(value, (list, tuple)):
+        return sum(_size_in_bytes(element) for element in value)
+    return value.nbytes
 
 
-def _starts(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
-    """A method that starts operation `name`: which of its arguments is the payload (None: it has none), and
-    which the other's rank in the group (None: all take part)."""
-    needed = max(-1 if place is None else place for place in (payload, to))
+def _recording(original: Any, name: str, payload: int | None, peer: int | None = None) -> Any:
+    """Return a method that calls a method of ProcessGroup, and records the operation that it starts.
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder, op = telemetry.recorder, None
-        if recorder is not None and len(args) > needed:
-            size = 0 if payload is None else _bytes(args[payload])
-            op = recorder.launch(self, name, size, None if to is None else args[to])
-        if recorder is None or op is None:
+    Args:
+        original: The method of ProcessGroup.
+        name: The operation's name in reports.
+        payload: Position of the argument that is sent or received; None if the operation has none.
+        peer: Position of the argument with the other rank, of a send or receive; None for other operations.
+    """
+    last_position = max(-1 if position is None else position for position in (payload, peer))
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = telemetry.recorder
+        operation = None
+        if recorder is not None and len(args) > last_position:
+            size = 0 if payload is None else _size_in_bytes(args[payload])
+            peer_rank = None if peer is None else args[peer]
+            operation = recorder.launch(self, name, size, peer_rank)
+        if recorder is None or operation is None:  # None also while a CUDA graph is captured
             return original(self, *args, **kwargs)
         try:
             work = original(self, *args, **kwargs)
         except BaseException:
-            recorder.failed(op)
+            recorder.failed(operation)
             raise
-        recorder.launched(op, work, self)
+        recorder.launched(operation, work, self)
         return work
 
-    return call
+    return start
 
 
-def _wait(original: Any) -> Any:
+def _recording_wait(original: Any) -> Any:
+    """Return a method that calls Work.wait, and records how long the program waits for the operation."""
+
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = telemetry.recorder
-        op = recorder.by_work.get(id(self)) if recorder is not None else None
-        if recorder is None or op is None:
+        operation = recorder.by_work.get(id(self)) if recorder is not None else None
+        if recorder is None or operation is None:
             return original(self, *args, **kwargs)
-        return recorder.wait(op, lambda: original(self, *args, **kwargs))
+        return recorder.wait(operation, lambda: original(self, *args, **kwargs))
 
     return wait
 
 
 @by_name
 def _start_coalescing(call, instance):
-    """Begin a list of the operations that a block of coalesced operations starts on a process group."""
+    """Begin a block of coalesced operations on a process group.
+
+    Wrapper of ProcessGroup._start_coalescing, which `call()` runs.
+
+    From now on, telemetry lists the operations of the block. They have no Work of their own that could be
+    timed (see _end_coalescing).
+    """
     if telemetry.recorder is not None:
-        telemetry.recorder.coalescing[id(instance)] = []
+        telemetry.recorder.coalescing[id(instance)] = []  # the recorder appends operations to the list
     return call()
 
 
 @by_name
 def _end_coalescing(call, instance):
-    """End a block of coalesced operations, and time all of them by the one Work that torch returns for it."""
+    """End a block of coalesced operations on a process group.
+
+    Wrapper of ProcessGroup._end_coalescing, which `call()` runs.
+
+    torch returns a single Work for the block. Telemetry times all operations of the block by this Work.
+    """
     work = call()
     if telemetry.recorder is not None:
         telemetry.recorder.block_ended(instance, work)
     return work
 
 
-def _starting(method: str, about: tuple[Any, ...], only: str = "") -> Patch:
+def _patch_of(method: str, arguments: tuple[Any, ...], only: str = "") -> Patch:
+    """Return the patch that makes a method of ProcessGroup record its operation.
+
+    Args:
+        arguments: Further arguments of _recording().
+        only: Versions of torch that have the method, e.g. ">=2.13"; "" for all.
+    """
     return Patch(TELEMETRY, f"{_GROUP}.{method}",
                  "operations are timed, and seen by the watchdog, where torch starts them",
-                 replace=lambda original: _starts(original, *about), only=only)
+                 replace=lambda original: _recording(original, *arguments), only=only)
 
 
 PATCHES = (
-    *(_starting(method, about) for method, about in METHODS.items()),
-    *(_starting(new, about, ">=2.13") for new, _, about in RENAMED),
-    *(_starting(old, about, "<2.13") for _, old, about in RENAMED),
+    *(_patch_of(method, arguments) for method, arguments in METHODS.items()),
+    *(_patch_of(new_name, arguments, ">=2.13") for new_name, _, arguments in RENAMED),
+    *(_patch_of(old_name, arguments, "<2.13") for _, old_name, arguments in RENAMED),
     Patch(TELEMETRY, f"{_GROUP}._start_coalescing", "operations inside a block have no work of their own",
           _start_coalescing),
     Patch(TELEMETRY, f"{_GROUP}._end_coalescing", "the work of a block of operations", _end_coalescing),
     Patch(TELEMETRY, f"{_C10D}:Work.wait", "what the program waits for is what communication costs it",
-          replace=_wait),
+          replace=_recording_wait),
 )  # fmt: skip

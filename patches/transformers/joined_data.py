@@ -1,8 +1,10 @@
-"""Joined jobs of transformers' Trainer (docs/joined.md), which read different parts of one data set.
+"""Makes transformers' Trainer read only this job's part of the data set, if several jobs train one model.
 
-While Trainer.get_train_dataloader runs, Trainer.train_dataset is this job's part of the data set. The
-Trainer's sampler and data loader are therefore made for that part alone. The weights need no patch here: the
-Trainer's optimizer is torch's (patches/torch/joined.py).
+Such jobs ("joined jobs", --holmes-join) exchange their weights from time to time, and should read different
+data (--holmes-outer part=k/K). While Trainer.get_train_dataloader runs, holmes replaces the Trainer's
+train_dataset by this job's part. So the Trainer makes its sampler and data loader for this part only.
+
+The exchange of weights needs no code here: it uses hooks of torch's optimizers (patches/torch/joined.py).
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from holmes_ext.runtime.outer.data import part_of
 
 @by_name
 def _load_job_part(call, instance):
-    """Make the data loader of a Trainer for this job's part of its train_dataset.
+    """Return the training data loader of a Trainer, made for this job's part of the data set only.
 
-    The whole data set is put back afterwards. A subclass may override get_train_dataloader and call it.
+    Wrapper of Trainer.get_train_dataloader, which `call()` runs.
+
+    The job is one of several that train one model together (--holmes-join). While the loader is made,
+    `train_dataset` of the Trainer is this job's part (--holmes-outer part=k/K).
     """
     whole_dataset = instance.train_dataset
     instance.train_dataset = part_of(whole_dataset)

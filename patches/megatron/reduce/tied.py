@@ -43,7 +43,7 @@ def _all_reduce(
     chunk = _chunk_with_embedding(model, pp_group)
     if core.job.sizes is None or not _is_pair_member(embd_group) or chunk is None:
         return call()
-    if call.unknown():  # arguments that this wrapper does not have: only megatron-core knows their effect
+    if call.unread_arguments():  # those of a later megatron-core, whose effect is unknown here
         return call()
     import torch
     from megatron.core.utils import get_attr_wrapped_model

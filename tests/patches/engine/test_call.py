@@ -193,7 +193,7 @@ def test_a_wrapper_with_variadic_parameters_is_refused():
 
 @by_name
 def instead(call, instance, tensor):
-    call.refuse_unknown()
+    call.refuse_unread_arguments()
     return "instead", tensor
 
 

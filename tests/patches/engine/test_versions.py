@@ -31,10 +31,13 @@ def test_what_is_supported_and_what_is_told(version, misfit, told):
 
 def test_patches_of_some_versions():
     feature = Feature("f", "torch>=2.6", tried=("2.15.0",))
-    old, new = (Patch(feature, "torch:send", "", wrap=print, only=only) for only in ("<2.7", ">=2.7"))
-    for version, belongs in (("2.6.0", (True, False)), (VENDOR, (False, True)), ("0+unknown", (False, True))):
-        assert (old.belongs_to(version), new.belongs_to(version)) == belongs
-    assert old.belongs_to(None) and new.belongs_to(None)
+    old = Patch(feature, target="torch:send", reason="", wrap=print, only="<2.7")
+    new = Patch(feature, target="torch:send", reason="", wrap=print, only=">=2.7")
+    assert (old.is_for_version("2.6.0"), new.is_for_version("2.6.0")) == (True, False)
+    for version in (VENDOR, "0+unknown"):  # an unknown version counts as the newest
+        assert (old.is_for_version(version), new.is_for_version(version)) == (False, True)
+    assert old.is_for_version(None)
+    assert new.is_for_version(None)
 
 
 def test_every_end_of_a_range_was_tried_or_read():

@@ -7,6 +7,7 @@ import signal
 import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -53,24 +54,35 @@ def batch(rank, step, part=0):
 
 
 def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=None):
-    """Weights after some steps, MB that this rank sent across, and the comm hook that DDP says it has."""
+    """Train a model in DistributedDataParallel (DDP) for some steps; with holmes if a session is active.
+
+    Args:
+        options: Keyword arguments of DDP.
+        hook: Function that registers a comm hook of the program with the DDP.
+        accumulate: Number of backward passes in a step; only the last one reduces gradients.
+        join: Keyword arguments of DDP.join(), which is used if they are given: odd ranks make a step less.
+
+    Returns:
+        The weights, the MB that this rank sent to other clusters, and the name of DDP's comm hook.
+    """
     model = Model(**model_options)
     wrapped = DistributedDataParallel(model, **options)
     if hook:
         hook(wrapped)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    count = steps if join is None else steps - rank % 2  # odd ranks end one step earlier
+    step_count = steps if join is None else steps - rank % 2
     with wrapped.join(**join) if join is not None else nullcontext():
-        for step in range(count):
+        for step in range(step_count):
             for part in range(accumulate):
-                with wrapped.no_sync() if part < accumulate - 1 else nullcontext():
+                is_last_part = part == accumulate - 1
+                with nullcontext() if is_last_part else wrapped.no_sync():
                     wrapped(batch(rank, step, part)).square().mean().backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-    state = ddp_patches._reducers.get(wrapped)
-    across = getattr(state and state.all_reduce, "bytes_across", 0) / 1e6
+            optimizer.zero_grad(set_to_none=step % 2 == 0)  # both ways to clear gradients
+    reducer = ddp_patches._reducers.get(wrapped)  # None without holmes
+    sent_across_mb = getattr(reducer and reducer.all_reduce, "bytes_across", 0) / 1e6
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    return weights, across, wrapped._get_ddp_logging_data().get("comm_hook", "")
+    return weights, sent_across_mb, wrapped._get_ddp_logging_data().get("comm_hook", "")
 
 
 def start(rank, *clusters, **options):
@@ -84,11 +96,16 @@ def start(rank, *clusters, **options):
 
 
 def both(rank, options, model_options, more):
-    """(largest difference from stock, MB that this rank sent across, the comm hook)"""
-    stock, *_ = train(rank, options, model_options, **more)
+    """Train twice, first without holmes and then with it.
+
+    Returns the largest difference between the two runs' weights, the MB that this rank sent to the other
+    cluster, and the name of the comm hook.
+    """
+    weights_without_holmes, *_ = train(rank, options, model_options, **more)
     start(rank)
-    ours, across, hook = train(rank, options, model_options, **more)
-    return max((a - b).abs().max().item() for a, b in zip(stock, ours)), across, hook
+    weights, sent_across_mb, hook = train(rank, options, model_options, **more)
+    difference = max((a - b).abs().max().item() for a, b in zip(weights_without_holmes, weights))
+    return difference, sent_across_mb, hook
 
 
 CASES = {
@@ -114,12 +131,15 @@ CASES_OF_THIS_BACKEND = [
 @pytest.mark.row("DDP")
 @pytest.mark.parametrize("case", CASES_OF_THIS_BACKEND)
 def test_weights_are_stock_s(case):
-    """Weights trained with the two-level hook are those of stock, and gradients cross in two levels."""
-    for difference, across, hook in run_ranks(both, 4, *CASES[case]):
+    """DistributedDataParallel trains the same weights with holmes as without it, for options in CASES.
+
+    holmes's comm hook reduces all buckets of gradients in two levels: inside clusters, then between them.
+    """
+    for difference, sent_across_mb, hook in run_ranks(both, 4, *CASES[case]):
         assert difference < 1e-6
-        assert hook == "two_level_hook"
-        # Every bucket goes through the hook: a rank's share of the gradients is more than 1.6 MB.
-        assert ON_GPUS or across > 1.6, "a bucket went another way"
+        assert hook == "two_level_hook"  # the comm hook of holmes
+        # If the hook reduces all buckets, a rank sends more than 1.6 MB to the other cluster in all steps.
+        assert ON_GPUS or sent_across_mb > 1.6, "a bucket went another way"
 
 
 def fp16(wrapped):
@@ -197,14 +217,19 @@ def test_mixed_precision_stays_stock_with_one_line():
 
 
 def in_one_cluster(rank):
+    """Construct a DistributedDataParallel (DDP) in a job of four ranks in one cluster.
+
+    Returns the bucket size of the DDP, whether it has a comm hook, and the number of holmes's reducers.
+    """
     start(rank, "a ib 2Gb/s a[0-3]")
     wrapped = DistributedDataParallel(nn.Linear(512, 512))
-    return wrapped.bucket_bytes_cap, "comm_hook" in wrapped._get_ddp_logging_data(), len(
-        ddp_patches._reducers)
+    has_hook = "comm_hook" in wrapped._get_ddp_logging_data()
+    return wrapped.bucket_bytes_cap, has_hook, len(ddp_patches._reducers)
 
 
 def test_inside_a_cluster_nothing_is_touched():
-    assert run_ranks(in_one_cluster, 4) == [(25 * 2**20, False, 0)] * 4
+    default_bucket_bytes = 25 * 2**20  # of torch
+    assert run_ranks(in_one_cluster, 4) == [(default_bucket_bytes, False, 0)] * 4
 
 
 def seen(rank):
@@ -228,32 +253,47 @@ def test_telemetry_sees_what_the_reducer_sends_inside_a_cluster():
         assert difference < 1e-6 and asked == pytest.approx(4 * gradients)
 
 
-def int8(rank, wire):
-    """(largest error of the first step's gradient, of the sum over all steps, buffers that have residuals):
-    the same gradient in 7 steps; buckets are new after the first."""
+class Int8Errors(NamedTuple):
+    """Errors of a gradient that is reduced in int8, the same one in several steps."""
+
+    of_one_step: float  # largest error of an element
+    of_sum_of_six_steps: float
+    residual_count: int  # tensors whose rounding errors are kept for the next step
+
+
+def int8(rank, with_fp16_hook):
+    """Reduce the same gradient in 7 steps, compressed to int8 between clusters, and return the errors."""
     model = nn.Linear(512, 512, bias=False)
-    exact = DistributedDataParallel(model)
+    without_holmes = DistributedDataParallel(model)
     inputs = torch.randn(4, 512, generator=seeded(rank))
-    exact(inputs).square().mean().backward()
-    true, errors = model.weight.grad.clone(), []
+    without_holmes(inputs).square().mean().backward()
+    exact_gradient = model.weight.grad.clone()
+
     start(rank, compress="int8")
     wrapped = DistributedDataParallel(model)
-    if wire:
+    if with_fp16_hook:
         fp16(wrapped)
+    errors = []
     for _ in range(7):
         model.zero_grad()
         wrapped(inputs).square().mean().backward()
-        errors.append(model.weight.grad - true)
-    state = ddp_patches._reducers[wrapped]
-    return (errors[1].abs().max().item(), sum(errors[1:]).abs().max().item(),
-            len(state.all_reduce._residuals._of))
+        errors.append(model.weight.grad - exact_gradient)
+    errors = errors[1:]  # DDP makes new buckets after the first step, so its rounding error is lost
+    reducer = ddp_patches._reducers[wrapped]
+    return Int8Errors(
+        of_one_step=errors[0].abs().max().item(),
+        of_sum_of_six_steps=sum(errors).abs().max().item(),
+        residual_count=len(reducer.all_reduce._residuals._of),
+    )
 
 
-@pytest.mark.parametrize("wire", [False, True])
-def test_int8_makes_up_for_its_rounding_in_later_steps(wire):
-    for first, total, buffers in run_ranks(int8, 4, wire):
-        assert 0 < total < 3 * first, "six times the same error: nothing was carried on"
-        assert buffers <= 2
+@pytest.mark.parametrize("with_fp16_hook", [False, True])
+def test_int8_makes_up_for_its_rounding_in_later_steps(with_fp16_hook):
+    """Rounding errors of int8 do not add up: each step adds the error of the step before to its gradient."""
+    for errors in run_ranks(int8, 4, with_fp16_hook):
+        # If the rounding errors were not carried on, the sum would be six times the error of one step.
+        assert 0 < errors.of_sum_of_six_steps < 3 * errors.of_one_step
+        assert errors.residual_count <= 2
 
 
 def dies(rank):
@@ -273,10 +313,14 @@ def test_a_rank_that_dies_ends_the_step_with_the_bucket_and_the_fabric():
 
 
 class Recording:
-    """A bucket on a GPU, its two levels and the streams: what is done on which stream, in order."""
+    """Stand-in for a bucket on a GPU, its tensor, its all-reduce, the Work of that and the hook's future.
+
+    `log` lists what was done on which stream: (action, "backward" or "side").
+    """
 
     def __init__(self, monkeypatch):
-        self.log, self.stream = [], "backward"
+        self.log = []
+        self.stream = "backward"  # the current stream
         self.is_cuda, self.is_sparse = True, False
         self.device = "cuda:0"
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
@@ -285,13 +329,14 @@ class Recording:
 
     @contextmanager
     def on(self, stream):
-        before, self.stream = self.stream, stream
+        previous_stream = self.stream
+        self.stream = stream
         yield
-        self.stream = before
+        self.stream = previous_stream
 
-    def note(self, what, answer=None):
-        self.log.append((what, self.stream))
-        return answer
+    def note(self, action, result=None):
+        self.log.append((action, self.stream))
+        return result
 
     def buffer(self):
         return self
@@ -313,32 +358,42 @@ class Recording:
         self.note("complete")
 
 
-def on_a_gpu(monkeypatch):
-    """(a bucket, its state, the module that the state must not keep)"""
-    one, ddp = Recording(monkeypatch), nn.Module()
+def recorded_reducer(monkeypatch):
+    """Return a stand-in for a bucket on a GPU, holmes's reducer of it, and the DDP of 4 ranks.
+
+    The reducer has a weak reference to the DDP only, so the caller must keep the DDP.
+    """
+    bucket = Recording(monkeypatch)
+    ddp = nn.Module()
     ddp.process_group = SimpleNamespace(size=lambda: 4)
-    return one, ddp_patches.BucketReducer(ddp, one), ddp
+    return bucket, ddp_patches.BucketReducer(ddp, all_reduce=bucket), ddp
 
 
 def test_on_a_gpu_a_side_stream_waits_for_the_sum_and_completes_the_future(monkeypatch):
-    """The backward pass's stream divides and launches, and waits for nothing; the future records the side
-    stream."""
-    one, state, _ddp = on_a_gpu(monkeypatch)
-    assert ddp_patches.two_level_hook(state, one) is one
-    expected = [("divide by 4", "backward"), ("launch", "backward"), ("wait", "side"), ("complete", "side")]
-    assert one.log == expected and one.stream == "backward"
+    """The comm hook divides and launches on the stream of the backward pass, which waits for nothing."""
+    bucket, reducer, _ddp = recorded_reducer(monkeypatch)
+    future = ddp_patches.two_level_hook(reducer, bucket)
+    assert future is bucket  # one stand-in for both
+    assert bucket.log == [
+        ("divide by 4", "backward"), ("launch", "backward"), ("wait", "side"), ("complete", "side")]
+    assert bucket.stream == "backward"
 
 
 def test_on_a_gpu_a_pipeline_s_buckets_wait_when_its_schedule_ends(monkeypatch):
-    """Nothing waits in the backward pass; then the stream of the schedule waits, and copies what DDP copied
-    too early.
+    """If waiting is postponed, the comm hook does not wait; finish() waits, and updates the gradient.
+
+    DDP has copied the gradient out of the bucket before it was reduced, so finish() copies it again.
     """
-    one, state, _ddp = on_a_gpu(monkeypatch)
-    copy = SimpleNamespace(data_ptr=lambda: 1, copy_=lambda gradient: one.note("copy"))
-    one.parameters = lambda: [SimpleNamespace(grad=copy)]
-    one.gradients = lambda: [SimpleNamespace(data_ptr=lambda: 2)]
-    state.postponed = []
-    assert ddp_patches.two_level_hook(state, one) is one
-    assert one.log == [("divide by 4", "backward"), ("launch", "backward"), ("complete", "backward")]
-    state.finish()
-    assert one.log[3:] == [("wait", "backward"), ("copy", "backward")] and one.stream == "backward"
+    bucket, reducer, _ddp = recorded_reducer(monkeypatch)
+    # The addresses differ: the parameter's gradient is not a view of the bucket.
+    gradient = SimpleNamespace(data_ptr=lambda: 1, copy_=lambda source: bucket.note("copy"))
+    view_of_bucket = SimpleNamespace(data_ptr=lambda: 2)
+    bucket.parameters = lambda: [SimpleNamespace(grad=gradient)]
+    bucket.gradients = lambda: [view_of_bucket]
+
+    reducer.postponed = []  # postpones waiting
+    assert ddp_patches.two_level_hook(reducer, bucket) is bucket
+    assert bucket.log == [("divide by 4", "backward"), ("launch", "backward"), ("complete", "backward")]
+    reducer.finish()
+    assert bucket.log[3:] == [("wait", "backward"), ("copy", "backward")]
+    assert bucket.stream == "backward"

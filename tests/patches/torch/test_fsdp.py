@@ -56,27 +56,26 @@ def start(rank, *clusters, world=4, **options):
 
 
 def test_units_are_looked_through_once(monkeypatch):
-    """Only the first _lazy_init of the root reads the list of all FSDP units.
+    """holmes's wrapper of FSDP2's _lazy_init reads the list of all sharded modules only in its first call.
 
-    FSDP2 calls _lazy_init in every forward pass, so that reading them each time would cost in every
-    step.
+    FSDP2 calls _lazy_init in every forward pass, which would otherwise become slower.
     """
     reads = []
 
     class Context:
         @property
-        def all_states(self):
+        def all_states(self):  # FSDP2's list of all sharded modules
             reads.append("all_states")
             return []
 
-    state = SimpleNamespace(_is_root=None, _state_ctx=Context())
+    state = SimpleNamespace(_is_root=None, _state_ctx=Context())  # stands in for the root's FSDPState
 
     def lazy_init():
         state._is_root = True
 
-    monkeypatch.setattr(session, "_active", SimpleNamespace(rank=0))
+    monkeypatch.setattr(session, "_active", SimpleNamespace(rank=0))  # holmes is on
     for _ in range(3):  # forward passes
-        fsdp_patches._tell_root(lazy_init, state, (), {})
+        fsdp_patches._print_cost_of_fsdp2(lazy_init, state, (), {})
     assert len(reads) == 1
 
 
@@ -137,17 +136,20 @@ CASES = {
 @pytest.mark.row("FSDP2")
 @pytest.mark.parametrize("case", some(CASES, "accumulation", "bf16"))
 def test_hybrid_has_stock_s_losses(case):
-    """Hybrid FSDP2 shards inside each cluster with stock's losses; only rank 0 prints that it does."""
+    """FSDP2 with --holmes-fsdp hybrid has the losses of FSDP2 without holmes.
+
+    It shards inside each of the two clusters, and only rank 0 prints so.
+    """
     tolerance = 1e-4 if case == "bf16" else 1e-6
-    answers = run_ranks(both, 4, *CASES[case])
-    for stock_losses, hybrid_losses, mesh, _ in answers:
-        differences = [abs(stock - hybrid) for stock, hybrid in zip(stock_losses, hybrid_losses)]
+    results = run_ranks(both, 4, *CASES[case])  # trains without holmes, then with it
+    for losses_without_holmes, hybrid_losses, mesh, _ in results:
+        differences = [abs(loss - hybrid) for loss, hybrid in zip(losses_without_holmes, hybrid_losses)]
         assert max(differences) < tolerance
-        assert mesh == [[0, 1], [2, 3]]
-    text_of_rank_0, *texts_of_other_ranks = [text for _, _, _, text in answers]
-    assert text_of_rank_0.count("FSDP hybrid: sharded inside each of 2 clusters") == 1
-    assert "in place of" in text_of_rank_0
-    assert not any(texts_of_other_ranks)
+        assert mesh == [[0, 1], [2, 3]]  # the ranks of each cluster
+    printed_by_rank_0, *printed_by_other_ranks = [printed for _, _, _, printed in results]
+    assert printed_by_rank_0.count("FSDP hybrid: sharded inside each of 2 clusters") == 1
+    assert "in place of" in printed_by_rank_0
+    assert not any(printed_by_other_ranks)
 
 
 def one_dimension(rank, own_mesh):
@@ -242,30 +244,36 @@ def test_checkpoints_load_both_ways(tmp_path, saved_hybrid):
         assert max(abs(a - b) for a, b in zip(saved, loaded)) < 1e-6
 
 
-def first_kind(rank, strategy, options):
-    """Train with FSDP1, first without a session of holmes, then in one with these options.
+def train_fsdp1(rank, strategy):
+    """Train with FullyShardedDataParallel (FSDP1): without holmes, then with --holmes-fsdp hybrid.
 
-    Returns both runs' losses, what holmes printed, and the number of meshes that holmes made.
+    Returns the losses of both runs, and the number of device meshes that holmes made.
     """
-    losses = []
-    for _ in range(2):
+
+    def losses_of_new_model():
         sharded = FullyShardedDataParallel(
             model(), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy,
             use_orig_params=True, device_id=torch.device("cpu"))
-        losses.append(train(sharded, rank))
-        start(rank, **options)
-    return losses, said(), len(fsdp_patches._meshes)
+        return train(sharded, rank)
+
+    losses_without_holmes = losses_of_new_model()
+    start(rank, fsdp="hybrid")  # switches holmes on
+    hybrid_losses = losses_of_new_model()
+    return losses_without_holmes, hybrid_losses, len(fsdp_patches._meshes)
 
 
 @pytest.mark.row("FSDP1")
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, None])
 def test_fsdp1_in_hybrid_has_stock_s_losses(strategy):
-    """Hybrid FSDP1 has stock's losses on every rank, and all of its units share one mesh."""
-    answers = run_ranks(first_kind, 4, strategy, {"fsdp": "hybrid"}, timeout_s=180)
-    for (stock_losses, hybrid_losses), _, meshes in answers:
-        differences = [abs(stock - hybrid) for stock, hybrid in zip(stock_losses, hybrid_losses)]
+    """FSDP1 with --holmes-fsdp hybrid has the losses of FSDP1 without holmes.
+
+    All sharded modules of the model share one device mesh.
+    """
+    results = run_ranks(train_fsdp1, 4, strategy, timeout_s=180)
+    for losses_without_holmes, hybrid_losses, mesh_count in results:
+        differences = [abs(loss - hybrid) for loss, hybrid in zip(losses_without_holmes, hybrid_losses)]
         assert max(differences) < 1e-6
-        assert meshes == 1
+        assert mesh_count == 1
 
 
 def nothing_sharded(rank):

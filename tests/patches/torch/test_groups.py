@@ -19,19 +19,23 @@ from holmes_ext.runtime.groups.transport import Transport
 
 @pytest.fixture
 def process(monkeypatch):
-    """An active session of the launcher's rank `process.rank`."""
+    """Switch holmes on, and return its description of this process. A test may set `rank` of it."""
     current = session_of(3)
     monkeypatch.setattr(session, "_active", current)
     return current.process
 
 
-def session_of(rank, world=2, plan="same"):
+def session_of(rank, world=2, plan_digest="same"):
+    """Return a stand-in for the session of holmes (this process's job and its plan) on one rank."""
     return SimpleNamespace(
-        process=SimpleNamespace(rank=rank, agent_store=False), node=SimpleNamespace(name="a0"), rank=rank,
+        process=SimpleNamespace(rank=rank, agent_store=False),
+        node=SimpleNamespace(name="a0"),
+        rank=rank,
         round="holmes/1",
-        plan=SimpleNamespace(digest=plan, world_size=world), site=SimpleNamespace(nodes=(), digest="d"),
+        plan=SimpleNamespace(digest=plan_digest, world_size=world),
+        site=SimpleNamespace(nodes=(), digest="d"),
         options=SimpleNamespace(timeout_s=20.0, timeout="20"),
-    )  # fmt: skip
+    )
 
 
 # torch's functions whose arguments holmes reads and changes by name. Only their signatures matter.
@@ -49,10 +53,10 @@ def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None,
 
 
 def recorder(calls, function, result=None):
-    """Return a function with the signature of `function` that records its calls.
+    """Return a function with the signature of `function`, which only records its calls.
 
-    Each call appends a dict to `calls`, from the names of the parameters to the arguments, whether
-    they were passed by position or by name.
+    Each call appends a dict to the list `calls`: parameter name -> argument. It does not show whether the
+    argument was passed by position or by name.
     """
     signature = inspect.signature(function)
 
@@ -67,14 +71,15 @@ def recorder(calls, function, result=None):
 @pytest.mark.parametrize("launched_rank, renumbered_rank, hosts_store",
                          [(0, 3, True), (2, 0, False), (1, 1, False)])
 def test_the_store_stays_where_the_launcher_put_it(process, launched_rank, renumbered_rank, hosts_store):
-    """The process that the launcher started as rank 0 hosts the store, whatever its rank is now.
+    """The process that the launcher started as rank 0 hosts the store, also if holmes renumbers the ranks.
 
-    MASTER_ADDR names that process's node. torch lets rank 0 host the store, so that the rank passed
-    to torch tells which process does.
+    MASTER_ADDR is the address of this process. torch hosts the store in the process for which
+    _create_c10d_store is called with rank 0.
     """
     process.rank = launched_rank
     calls = []
     create = recorder(calls, _create_c10d_store)
+    # The program may pass the arguments by position or by name.
     by_position = ("host", 1, renumbered_rank, 4, None)
     torch_distributed._host_store_where_launched(create, None, by_position, {})
     by_name = dict(hostname="host", port=1, rank=renumbered_rank, world_size=4, timeout=None)
@@ -89,56 +94,69 @@ def test_the_store_stays_where_the_launcher_put_it(process, launched_rank, renum
 
 
 def agree(store, sessions, monkeypatch):
-    """agree_on_patches() of every session in a thread each, as if each were a process; what each raised."""
+    """Call agree_on_patches(), which compares the plans of all ranks, once for each session.
+
+    Each call runs in a thread of its own, as if it were another process.
+
+    Returns:
+        Rank -> the error that the call raised, or None.
+    """
+    # All threads are in the same process, but make the same default group.
     monkeypatch.setattr(torch_distributed, "_default_group_numbers", itertools.repeat(0))
-    outcome = {}
+    errors = {}
 
-    def one(current):
+    def run(current):
         try:
-            outcome[current.rank] = torch_distributed.agree_on_patches(store, current)
+            torch_distributed.agree_on_patches(store, current)
+            errors[current.rank] = None
         except HolmesError as error:
-            outcome[current.rank] = error
+            errors[current.rank] = error
 
-    threads = [threading.Thread(target=one, args=(current,)) for current in sessions]
+    threads = [threading.Thread(target=run, args=(current,)) for current in sessions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return outcome
+    return errors
 
 
 def test_ranks_that_are_patched_differently_are_told(monkeypatch):
-    store, states = dist.HashStore(), registry().states()
-    target = sorted(states)[0]
+    """A rank whose patches differ from those of rank 0 raises an error with the first difference."""
+    store = dist.HashStore()
+    states = registry().states()  # patch -> "off" or "on VERSION"
+    first_patch = sorted(states)[0]
     monkeypatch.setattr(torch_distributed, "_default_group_numbers", itertools.repeat(0))
     torch_distributed.agree_on_patches(store, session_of(0), waits=False)
     torch_distributed.agree_on_patches(store, session_of(1), waits=False)
-    monkeypatch.setattr(type(registry()), "states", lambda self: {**states, target: "on 9.9"})
-    with pytest.raises(HolmesError, match=f"{target}: it is 'on 9.9' on rank 3 on a0 and 'off' on rank 0 on "
-                                          f"a0"):
+
+    monkeypatch.setattr(type(registry()), "states", lambda self: {**states, first_patch: "on 9.9"})
+    message = f"{first_patch}: it is 'on 9.9' on rank 3 on a0 and 'off' on rank 0 on a0"
+    with pytest.raises(HolmesError, match=message):
         torch_distributed.agree_on_patches(store, session_of(3))
 
 
+def test_ranks_with_the_same_plan_agree(monkeypatch):
+    sessions = [session_of(rank, world=3) for rank in range(3)]
+    assert agree(dist.HashStore(), sessions, monkeypatch) == {0: None, 1: None, 2: None}
+
+
 def test_one_rank_tells_of_another_plan_and_all_end(monkeypatch):
-    assert agree(dist.HashStore(), [session_of(rank, 3) for rank in range(3)], monkeypatch) == {
-        0: None,
-        1: None,
-        2: None,
-    }
-    outcome = agree(dist.HashStore(), [session_of(0, 3), session_of(1, 3, "other"), session_of(2, 3)],
-                    monkeypatch)
-    assert all("differ in plan's digest" in str(error) and "'other'" in str(error)
-               for error in outcome.values()), (
-        outcome
-    )
-    assert sum(not isinstance(error, RemoteError) for error in outcome.values()) == 1
+    """If the plan of rank 1 differs, all ranks raise an error; only one of the errors is to be printed."""
+    sessions = [session_of(0, world=3), session_of(1, world=3, plan_digest="other"), session_of(2, world=3)]
+    errors = agree(dist.HashStore(), sessions, monkeypatch)
+    for error in errors.values():
+        assert "differ in plan's digest" in str(error)
+        assert "'other'" in str(error)
+    printed = [error for error in errors.values() if not isinstance(error, RemoteError)]
+    assert len(printed) == 1
 
 
 def test_a_rank_that_does_not_come_to_its_group_is_named(monkeypatch):
-    lonely = session_of(0, 3)
-    lonely.options.timeout_s = 0.2
-    outcome = agree(dist.HashStore(), [lonely], monkeypatch)
-    assert "rank 1, 2 did not come to init_process_group" in str(outcome[0])
+    """If only rank 0 of three ranks comes, its error names ranks 1 and 2."""
+    current = session_of(0, world=3)
+    current.options.timeout_s = 0.2
+    errors = agree(dist.HashStore(), [current], monkeypatch)
+    assert "rank 1, 2 did not come to init_process_group" in str(errors[0])
 
 
 # ------------------------------------------------------------------- NCCL's options, without NCCL
@@ -155,27 +173,34 @@ class Options:
 
 @pytest.fixture
 def on_nccl(monkeypatch):
-    """Return an active session that plans every group over NCCL's network "Socket".
+    """Switch holmes on, with a plan that assigns NCCL's network "Socket" to every process group.
 
-    torch has a stand-in for ProcessGroupNCCL, as if it were built with NCCL.
+    torch gets a stand-in for ProcessGroupNCCL, as if it were built with NCCL. Returns the session of holmes.
     """
     current = session_of(0)
-    current.forced_nets, current.groups, current.backends, current.store = {}, [], set(), None
-    current.transport = lambda ranks, backend: Transport("ethernet", "ethernet", "", "Socket")
+    current.forced_nets = {}  # network -> file of NCCL that forces it
+    current.groups = []
+    current.backends = set()
+    current.store = None
+    current.transport = lambda ranks, backend: Transport(
+        fabric="ethernet", kind="ethernet", interface="", net_name="Socket"
+    )
     current.options.verbose = "off"
-    current.site, current.node.ports = SimpleNamespace(fabric_by_name={}), ()
+    current.site = SimpleNamespace(fabric_by_name={})
+    current.node.ports = ()
     monkeypatch.setattr(session, "_active", current)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setattr(torch_distributed, "agree_on_patches", lambda *given, **more: None)
+    # There are no other ranks that could compare their plans with this one's.
+    monkeypatch.setattr(torch_distributed, "agree_on_patches", lambda *args, **kwargs: None)
     return current
 
 
 @pytest.mark.parametrize("by_position", [True, False])
 def test_a_groups_options_have_torchs_timeout_and_the_planned_network(on_nccl, by_position):
-    """The group gets a copy of the user's options, with the planned network and the timeout.
+    """A new group gets a copy of the user's NCCL options, with the planned network and the group's timeout.
 
-    torch passes the timeout of a group as an argument and writes it into the options itself; a copy
-    that lacks it would have the default. All other arguments reach torch unchanged.
+    Without the timeout, which torch passes separately, the copy would have the default one. All other
+    arguments reach torch's function unchanged.
     """
     user_options = Options()
     user_options.config.max_ctas = 7
@@ -194,17 +219,17 @@ def test_a_groups_options_have_torchs_timeout_and_the_planned_network(on_nccl, b
 
     (arguments,) = calls
     options = arguments["backend_options"]
-    assert options.config.net_name == "Socket"
-    assert options.config.max_ctas == 7
+    assert options.config.net_name == "Socket"  # planned
+    assert options.config.max_ctas == 7  # the user's
     assert options._timeout == timeout
     assert options is not user_options
-    assert user_options.config.net_name is None
+    assert user_options.config.net_name is None  # the user's own object is not changed
     assert tuple(arguments.values())[:6] == first_arguments
     assert arguments["timeout"] == timeout
 
 
 def test_options_by_the_name_that_torch_2_4_and_2_5_have_for_them(on_nccl):
-    """torch before 2.6 calls the options `pg_options`; they are replaced in the same way."""
+    """The NCCL options get the planned network also in torch before 2.6, which calls them `pg_options`."""
 
     def older_helper(
         group_size, group_rank, global_ranks_in_group, backend, store, group_name,
@@ -228,9 +253,9 @@ def test_options_by_the_name_that_torch_2_4_and_2_5_have_for_them(on_nccl):
 
 
 def test_the_options_of_a_split_are_its_parents_but_for_the_network(on_nccl, monkeypatch):
-    """A group split from another one gets a copy of its parent's options, with the planned network.
+    """A group split from a parent group gets a copy of the parent's options, with the planned network.
 
-    torch copies them, too. With default options the group would lose its priority, for example.
+    torch without holmes copies the parent's options, too, e.g. the priority of the stream.
     """
     parent_options = Options()
     parent_options.config.net_name = "IB"
@@ -253,7 +278,10 @@ def test_the_options_of_a_split_are_its_parents_but_for_the_network(on_nccl, mon
 
 
 def test_a_network_forced_by_a_file_ends_the_job_before_the_group_is_made(on_nccl):
-    """A group planned over "Socket" is an error on a node whose nccl.conf forces another network."""
+    """If nccl.conf of a node forces another network than the planned one, an error is raised.
+
+    The plan assigns the network "Socket" to the group; the file forces "IB".
+    """
     calls = []
     on_nccl.forced_nets = {"IB": "/etc/nccl.conf of node a0"}
     helper = recorder(calls, new_process_group_helper)
@@ -267,12 +295,13 @@ def test_a_network_forced_by_a_file_ends_the_job_before_the_group_is_made(on_ncc
 def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, backend, expected):
     """Before process groups are destroyed, holmes waits a moment for the threads of gloo.
 
-    A thread of gloo that waits for the interpreter's lock holds another lock, for which the destructor
-    of its group waits: a deadlock. NCCL has no such threads, so that holmes does not wait.
+    Without the wait, a deadlock is possible: a thread holds a lock of its group and waits for the GIL, while
+    the group's destructor holds the GIL and waits for the lock. NCCL has no such threads.
     """
     events = []
+    # let_threads_forget() is the function that waits.
     monkeypatch.setattr(torch_distributed, "let_threads_forget", lambda: events.append("waited"))
     helper = recorder([], new_process_group_helper)
     torch_distributed._give_group_its_nic(helper, None, (2, 0, [0, 1], backend, "store", "name"), {})
-    torch_distributed._destroy_when_threads_are_done(lambda: events.append("ended"), None, (), {})
+    torch_distributed._destroy_after_gloo_threads(lambda: events.append("ended"), None, (), {})
     assert events == expected

@@ -36,11 +36,22 @@ CLUSTERS = ("a ib 100Gb/s a[0-1]", "b roce 100Gb/s b[0-1]")
 
 @contextmanager
 def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
-    here = site(*clusters)
-    planned = parse_sizes(sizes, "the test").complete(4) if sizes else None
-    options = options_from(sizes=sizes) if sizes else Options()
-    current = session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), here, build_plan(here, planned),
-                              rank)
+    """Switch holmes on in this process, one of four ranks, until the context ends.
+
+    Args:
+        clusters: Description of each cluster and its nodes.
+        sizes: Value of --holmes-sizes, e.g. "pipeline=2"; "" for none.
+        features: The parts of holmes that change torch.
+    """
+    cluster_site = site(*clusters)
+    if sizes:
+        planned_sizes = parse_sizes(sizes, "the test").complete(4)
+        options = options_from(sizes=sizes)
+    else:
+        planned_sizes = None
+        options = Options()
+    process = Process(rank, 4, 0, 1, "", 0, "test")
+    current = session.Session(options, process, cluster_site, build_plan(cluster_site, planned_sizes), rank)
     session.set_active(current)
     registry().enable(list(features), required=True)
     try:
@@ -48,7 +59,8 @@ def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
     finally:
         registry().undo()
         session.set_active(None)
-        # a mesh's dimension over all ranks is the default group, which the next case has too
+        # Groups of pairs are kept for each pipeline's group. The next test may have the same group: the
+        # default group.
         pipelining._pair_groups.clear()
 
 
@@ -91,12 +103,19 @@ def train(pipeline, schedule, chunks=1, data="ddp", order=("pp", "dp"), options=
 
 
 def both(rank, *args, clusters=CLUSTERS, **more):
-    stock, _ = train(*args, **more)
+    """Train twice, without holmes and with it.
+
+    Returns the largest difference between the weights, and the groups of pairs of neighbouring stages: rank
+    of the neighbour -> ranks of the group.
+    """
+    weights_without_holmes, _ = train(*args, **more)
     with holmes(rank, clusters):
-        ours, stages = train(*args, **more)
-        pairs = {peer: dist.get_process_group_ranks(group) for peer, group in
-                 pipelining._pair_groups[stages[0].group].items()}
-    difference = max(float((a - b).abs().max()) for a, b in zip(stock, ours, strict=True))
+        weights, stages = train(*args, **more)
+        group_of_peer = pipelining._pair_groups[stages[0].group]
+        pairs = {peer: dist.get_process_group_ranks(group) for peer, group in group_of_peer.items()}
+    difference = max(
+        float((a - b).abs().max()) for a, b in zip(weights_without_holmes, weights, strict=True)
+    )
     return difference, pairs
 
 
@@ -137,30 +156,42 @@ def test_pairs_of_stages_have_groups_where_one_is_inside_a_cluster(results):
     assert all(of_rank["four stages in one cluster"][1] == {} for of_rank in results)
 
 
-def scaled_at(rank, args):
-    """(what happened in a step), in order: a reduction that starts, ends, a stage's backward."""
+def events_of_two_steps(rank, args):
+    """Train two steps of a pipeline with holmes, and return the events of this rank in order.
+
+    Events are "backward S" (a backward pass of stage S), "reduce" (the reduction of a bucket starts) and
+    "finish" (the rank waits for the reductions of a stage).
+    """
     events = []
-    with holmes(rank):
-        buckets = ddp_patches.BucketReducer
-        reduce, finish, backward = buckets.reduce, buckets.finish, PipelineStage.backward_one_chunk
-        buckets.reduce = lambda self, bucket: events.append("reduce") or reduce(self, bucket)
-        buckets.finish = lambda self: events.append("finish") or finish(self)
-        PipelineStage.backward_one_chunk = lambda self, *a, **k: events.append(
-            f"backward {self.stage_index}") or backward(self, *a, **k)
+
+    def record(patch, owner, method, event_of):
+        original = getattr(owner, method)
+
+        def recorded(self, *args, **kwargs):
+            events.append(event_of(self))
+            return original(self, *args, **kwargs)
+
+        patch.setattr(owner, method, recorded)
+
+    with holmes(rank), pytest.MonkeyPatch.context() as patch:
+        record(patch, ddp_patches.BucketReducer, "reduce", lambda reducer: "reduce")
+        record(patch, ddp_patches.BucketReducer, "finish", lambda reducer: "finish")
+        record(patch, PipelineStage, "backward_one_chunk", lambda stage: f"backward {stage.stage_index}")
         train(*args, order=("dp", "pp"), steps=2)
-        buckets.reduce, buckets.finish, PipelineStage.backward_one_chunk = reduce, finish, backward
     return events
 
 
 def test_breadth_first_reductions_end_with_the_schedule():
-    events = run_ranks(scaled_at, 4, (2, "LoopedBFS", 2))[0]
-    passes = ["backward 2"] * 4 + ["reduce"] + ["backward 0"] * 4 + ["reduce"]
+    """With LoopedBFS, rank 0 waits for the reductions of its stages 0 and 2 only at the end of each step."""
+    events = run_ranks(events_of_two_steps, 4, (2, "LoopedBFS", 2))[0]
+    passes = ["backward 2"] * 4 + ["reduce"] + ["backward 0"] * 4 + ["reduce"]  # 4 micro-batches
     assert events == 2 * [*passes, "finish", "finish"]
 
 
 def test_1f1b_s_reductions_end_with_the_schedule_too():
-    events = run_ranks(scaled_at, 4, (2, "1F1B"))[0]
-    assert events == 2 * [*["backward 0"] * 4, "reduce", "finish"]
+    """With 1F1B, rank 0 waits for the reduction of its stage only at the end of each step."""
+    events = run_ranks(events_of_two_steps, 4, (2, "1F1B"))[0]
+    assert events == 2 * [*["backward 0"] * 4, "reduce", "finish"]  # 4 micro-batches
 
 
 def planned(rank, order, sizes, schedule=(2, "1F1B")):
@@ -241,10 +272,15 @@ def test_stages_that_reduce_themselves_keep_their_passes_and_it_is_told():
       "RECV_F0 RECV_F1 F0 B0 SEND_B0 RECV_F2 F1 B1 SEND_B1 F2 B2 SEND_B2")),
 ])  # fmt: skip
 def test_receives_stand_where_the_plan_posts_them(texts, posted):
+    """_with_receives_moved() puts each receive of a stage to its position in the plan.
+
+    `texts` is the plan: the passes of each stage, e.g. "F0", the forward pass of micro-batch 0. `posted` has
+    the expected order of passes, sends and receives of each stage.
+    """
     planned = PassOrder.parse(texts)
-    for stage, wanted in enumerate(posted):
-        words = wanted.split()
-        late = sorted(words, key=lambda word: "RECV" in word)  # wherever torch would have them
-        actions = [schedules._Action.from_str(f"{stage}{word}") for word in late]
-        placed = passes_patches._with_receives(actions, planned, stage)
-        assert [str(action) for action in placed] == [f"{stage}{word}" for word in words]
+    for stage, expected in enumerate(posted):
+        words = expected.split()
+        receives_last = sorted(words, key=lambda word: "RECV" in word)  # their place in torch is irrelevant
+        actions = [schedules._Action.from_str(f"{stage}{word}") for word in receives_last]
+        moved = passes_patches._with_receives_moved(actions, planned, stage)
+        assert [str(action) for action in moved] == [f"{stage}{word}" for word in words]
