@@ -148,5 +148,7 @@ NEXT_TORCHTITAN = (
     "grpcio", "Markdown", "protobuf", "Werkzeug", "spmd_types", "torch_checkpointing",
 )  # fmt: skip
 #: The newest version of everything, which is no row of the table: `make matrix NEXT=1` runs it.
-NEXT = Row("next", "next", ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning"), "torch",
+#: nltk is what Megatron-DeepSpeed's tools/preprocess_data.py imports.
+NEXT = Row("next", "next",
+           ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning", "nltk"), "torch",
            features=ALL, tests=NEXT_TESTS, torchtitan=NEXT_TORCHTITAN)

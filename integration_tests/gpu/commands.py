@@ -30,7 +30,7 @@ from holmes_ext.lab.process.job import RunResult
 from integration_tests.jobs import ROOT, SIZE
 from integration_tests.jobs import losses as losses_of_file
 from integration_tests.megatron_deepspeed.job import Checkout, read_log
-from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, write_job
+from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, job_arguments, write_job
 
 HERE = ROOT / "integration_tests" / "gpu"
 EXAMPLES = ROOT / "examples"
@@ -186,7 +186,7 @@ def torchtitan(folder: Path, way: str, ranks: int) -> Command:
     write_job(folder)
     flags = WAYS[way].replace("shard_degree 2", f"shard_degree {ranks // 2}")
     home, on_cpu = {"HF_HOME": str(folder / "cache")}, str(ROOT / "integration_tests" / "torchtitan_cpu")
-    words = ("-m", "torchtitan.train", "--job.config_file", "config.toml", "--checkpoint.enable")
+    words = ("-m", "torchtitan.train", *job_arguments("--checkpoint.enable"))
     seed = subprocess.run([sys.executable, *words, "--checkpoint.create_seed_checkpoint"], cwd=folder,
                           text=True, capture_output=True, env={
                               **os.environ, **home, **_path(on_cpu, INSTALLED), "TORCHDYNAMO_DISABLE": "1",

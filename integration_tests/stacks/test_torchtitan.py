@@ -17,21 +17,14 @@ from carriers import ON_GPUS
 from integration_tests.jobs import ROOT, full, said, same
 
 pytest.importorskip("tokenizers")
-from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, write_job  # noqa: E402
+from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, job_arguments, write_job  # noqa: E402
 
 pytestmark = [
     pytest.mark.row("torchtitan"),
     pytest.mark.skipif(not INSTALLED.is_dir(), reason="no torchtitan in build/torchtitan: make torchtitan"),
 ]
 
-#: A cache for each node of each run: ranks that make the same data set in one place at once disturb each
-#: other. (A data set "text" would be a loader of `datasets` that takes all files of the folder, those caches
-#: among them.) From 0.3 on a configuration is a function, which flags change.
-FLAGS = ("--module llama3 --config llama3_debugmodel --hf-assets-path tokenizer --dump-folder out"
-         " --dataloader.dataset c4_test --dataloader.dataset-path corpus --training.local-batch-size 2"
-         " --training.seq-len 32 --training.steps 4 --training.mixed-precision-param float32 "
-         "--metrics.log-freq 1 --training.disable-cuda-graphs --debug.seed 1 --compile.no-enable {} "
-         "activation-checkpoint:none")
+#: Every rank has a cache of data sets of its own: ranks that write to the same cache disturb each other.
 LAUNCH = ("HF_HOME=$(mktemp -d -p .) exec"
           f" {sys.executable} -m torch.distributed.run --nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK"
           " --master-addr $MASTER_ADDR --master-port $MASTER_PORT -m torchtitan.train")
@@ -42,8 +35,7 @@ def folder(tmp_path_factory):
 
 def train(clusters, folder, way, *flags):
     """(losses as the last stage prints them, to five decimals; what holmes said)"""
-    old = any(INSTALLED.glob("torchtitan-0.2.*"))
-    options = f"--job.config_file config.toml {way}" if old else FLAGS.format(way)
+    options = " ".join(job_arguments(*way.split()))
     path = str(INSTALLED) if ON_GPUS else f"{ROOT}/integration_tests/torchtitan_cpu:{INSTALLED}"
     result = clusters.run("sh", "-c", f"cd {folder}; {LAUNCH} {options} {' '.join(flags)}", timeout=300,
                           env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})

@@ -1,6 +1,7 @@
 """Files and flags of a small torchtitan job for tests: configuration, byte-level tokenizer and training text.
 
-WAYS has the flags for different ways to divide the job over ranks, such as HSDP.
+WAYS has the flags for different ways to divide the job over ranks, such as HSDP. torchtitan 0.2 reads a
+configuration file; from 0.3 on a configuration is a Python function, which flags change.
 """
 
 from __future__ import annotations
@@ -43,10 +44,30 @@ HSDP = "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parall
 PIPELINE = ("--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 2"
             " --parallelism.pipeline_parallel_schedule {}")
 WAYS = {"HSDP": HSDP, "1F1B": PIPELINE.format("1F1B"), "breadth first": PIPELINE.format("LoopedBFS")}
+#: Configuration of the small job for torchtitan 0.3 and newer. A data set "text" would be a loader of `datasets`
+#: that reads all files of the folder, also the caches of the ranks; so the data set is "c4_test".
+FLAGS_FROM_0_3 = (
+    "--module llama3 --config llama3_debugmodel --hf-assets-path tokenizer --dump-folder out"
+    " --dataloader.dataset c4_test --dataloader.dataset-path corpus --training.local-batch-size 2"
+    " --training.seq-len 32 --training.steps 4 --training.mixed-precision-param float32"
+    " --metrics.log-freq 1 --training.disable-cuda-graphs --debug.seed 1 --compile.no-enable"
+).split()
+
+
+def reads_configuration_file() -> bool:
+    """Return whether the installed torchtitan has the command line of 0.2, with --job.config_file."""
+    return any(INSTALLED.glob("torchtitan-0.2.*"))
+
+
+def job_arguments(*flags: str) -> list[str]:
+    """Return the arguments of torchtitan.train for the small job, and these flags."""
+    if reads_configuration_file():
+        return ["--job.config_file", "config.toml", *flags]
+    return [*FLAGS_FROM_0_3, *flags]
 
 
 def write_job(made: Path) -> Path:
-    """Writes it into this folder."""
+    """Write the files of the job into a folder, and return the folder."""
     (made / "config.toml").write_text(CONFIG)
     for name in ("tokenizer", "corpus"):
         (made / name).mkdir()
