@@ -44,8 +44,8 @@ HSDP = "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parall
 PIPELINE = ("--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 2"
             " --parallelism.pipeline_parallel_schedule {}")
 WAYS = {"HSDP": HSDP, "1F1B": PIPELINE.format("1F1B"), "breadth first": PIPELINE.format("LoopedBFS")}
-#: Configuration of the small job for torchtitan 0.3 and newer. A data set "text" would be a loader of `datasets`
-#: that reads all files of the folder, also the caches of the ranks; so the data set is "c4_test".
+#: Configuration of the small job for torchtitan 0.3 and newer. A data set "text" would be a loader of
+#: `datasets` that reads all files of the folder, also the caches of the ranks; so it is "c4_test".
 FLAGS_FROM_0_3 = (
     "--module llama3 --config llama3_debugmodel --hf-assets-path tokenizer --dump-folder out"
     " --dataloader.dataset c4_test --dataloader.dataset-path corpus --training.local-batch-size 2"
