@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from carriers import ON_GPUS
 from checkouts import find_checkout
 
 from holmes_ext.lab.process.job import RunResult
@@ -153,7 +154,12 @@ TORCH_JOBS = (
         holmes_env={"HOLMES": "1"},
         shell="{python} {words}",
     ),
-    loop_job("a Python that ignores .pth files", holmes_arguments=(), shell=PYTHON_WITHOUT_PTH),
+    loop_job(
+        "a Python that ignores .pth files",
+        holmes_arguments=(),
+        shell=PYTHON_WITHOUT_PTH,
+        runs_on_emulated_gpus=False,
+    ),
     Job(
         entry="DDP",
         command=train_script("--way", "ddp"),
@@ -433,13 +439,17 @@ def with_arguments(command: Command, *arguments: str) -> Command:
 
 
 def megatron_lm(folder: Path) -> Command:
-    """Return the command of Megatron-LM's pretrain_gpt.py, without its distributed optimizer.
+    """Return the command of Megatron-LM's pretrain_gpt.py, on CPUs without its distributed optimizer.
 
-    On CPUs, Megatron-LM cannot load a checkpoint that the distributed optimizer saved.
+    On CPUs, Megatron-LM cannot load a checkpoint that the distributed optimizer saved. On GPUs it
+    needs the distributed optimizer here: without it, --use-cpu-initialization leaves the position
+    embedding on the CPU.
     """
     command = commands.megatron_lm(folder, find_checkout("Megatron-LM"))
-    words = tuple(word for word in command.words if word != "--use-distributed-optimizer")
-    return with_arguments(replace(command, words=words), *MEGATRON_STEPS)
+    if not ON_GPUS:
+        words = tuple(word for word in command.words if word != "--use-distributed-optimizer")
+        command = replace(command, words=words)
+    return with_arguments(command, *MEGATRON_STEPS)
 
 
 def megatron_deepspeed(folder: Path) -> Command:
