@@ -53,7 +53,9 @@ class LabOf:
             file: The cluster.toml that describes the nodes.
             spec: Contents of `file`, if the file names only some of the nodes.
         """
-        self.file, self.lab, self.spec = file, lab, spec or lab.spec
+        self.file = file
+        self.lab = lab
+        self.spec = spec or lab.spec
         self.order = interleave(self.spec)  # nodes by rank, alternating between the clusters
         #: The flags with which a script trains with holmes.
         self.holmes = ("--holmes", "--holmes-cluster", str(file))
@@ -83,11 +85,13 @@ class LabOf:
         """
         if not EMULATED:  # the job does not use emulated GPUs
             return follows_plan(self._with(self.lab.run, *command, timeout=timeout, **more))
-        job = self.start(*command, timeout=3 * timeout, **more)
+        job = self.start(*command, timeout=3 * timeout, **more)  # emulated GPUs are slow
         # Names of the ranks in messages, such as "a0:1" for the second process of node a0.
-        labels = [f"{node}:{local}" for node in self.order for local in range(more.get("processes") or 1)]
+        processes_of_a_node = more.get("processes") or 1
+        labels = [f"{node}:{local}" for node in self.order for local in range(processes_of_a_node)]
         # The watcher reads what each emulated GPU executes. It ends a job that hangs, and reports the reason.
-        watched = wait_watched(job, Watcher(job.watch), labels, lambda lines: print("\n".join(lines)))
+        watcher = Watcher(job.watch)
+        watched = wait_watched(job, watcher, labels, tell=lambda lines: print("\n".join(lines)))
         assert not watched.hang, "\n".join(watched.hang)
         return follows_plan(watched.result)
 
@@ -122,7 +126,7 @@ def lab_fixture(cluster: str | Path, scope: str = "module"):
         if isinstance(cluster, str):
             file = tmp_path_factory.mktemp("clusters") / "cluster.toml"
             file.write_text(cluster)
-        with Lab(load_spec(file)) as lab:
+        with Lab(load_spec(file)) as lab:  # starts the nodes, and stops them after the last test
             yield LabOf(file, lab)
 
     return started

@@ -136,10 +136,11 @@ def train_stock_and_ours(rank, names):
         world_size=4,
         local_rank=0,
         local_world_size=1,
-        master_addr="",
+        master_addr="",  # not read: the ranks are already connected
         master_port=0,
         launcher="test",
     )
+    # The state of holmes in this process: its flags, the emulated cluster and the plan for it.
     current = session.Session(Options(), process, overlap.SITE, plan, rank)
     results = {}
     for name in names:
@@ -151,7 +152,7 @@ def train_stock_and_ours(rank, names):
                 registry = Registry(deepspeed_edges.PATCHES)
                 # The feature with holmes's pipeline schedule; undo() below restores DeepSpeed's code.
                 registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
-                session.set_active(current)
+                session.set_active(current)  # from now on, the patched engine uses the plan
                 ours = train(steps)
                 session.set_active(None)
                 registry.undo()

@@ -224,9 +224,11 @@ def results(request):
     """
     wanted = {"fp32"}
     for item in request.session.items:
-        if item.module is request.module and hasattr(item, "callspec"):
+        is_of_this_file = item.module is request.module
+        if is_of_this_file and hasattr(item, "callspec"):  # a parametrized test
             wanted.add(item.callspec.params["name"])
-    return run_scenes(compare_scenes, 4, [name for name in SCENES if name in wanted], timeout_s=480)
+    wanted_in_order = [name for name in SCENES if name in wanted]
+    return run_scenes(compare_scenes, 4, wanted_in_order, timeout_s=480)
 
 
 @pytest.mark.parametrize("name", some(SCENES, *CHOSEN))

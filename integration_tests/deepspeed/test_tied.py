@@ -120,21 +120,22 @@ def train_in_three_ways(rank, names):
         world_size=4,
         local_rank=0,
         local_world_size=1,
-        master_addr="",
+        master_addr="",  # not read: the ranks are already connected
         master_port=0,
         launcher="test",
     )
+    # The state of holmes in this process: its flags, the emulated cluster and the plan for it.
     current = session.Session(Options(), process, SITE, plan, rank)
     results = {}
     for name in names:
-        config, features = SCENES[name]
+        config, features = SCENES[name]  # DeepSpeed's configuration, and the features of holmes to switch on
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             stock = train(config)
             with stock_in_the_other_order():
                 reordered = train(config)
             registry = Registry((*deepspeed_reduce.PATCHES, *deepspeed_two_level.PATCHES))
             registry.enable(features, required=True, disabled=frozenset())  # until undo()
-            session.set_active(current)
+            session.set_active(current)  # from now on, the patched engine uses the plan
             ours = train(config)
             session.set_active(None)
             registry.undo()

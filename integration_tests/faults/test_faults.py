@@ -57,26 +57,36 @@ def plan(two_clusters):
 
 def happen(two_clusters, fault: Fault, plan: str):
     """Train a small job, cause the fault in it, and return the job's result and the lines that it printed."""
-    changes, hit = Changes(two_clusters.lab), threading.Event()
+    changes = Changes(two_clusters.lab)  # applies the fault to the emulated network, and can undo it
+    is_applied = threading.Event()
 
-    def on_line(rank, line, stream):
-        if fault.during and line.startswith("step 2") and not hit.is_set():
-            hit.set()
+    def on_line(rank, line, stream):  # called for each line that the job prints
+        # fault.during: changes to the network in the second step, such as a NIC that goes down
+        if fault.during and line.startswith("step 2") and not is_applied.is_set():
+            is_applied.set()
             changes.do(fault.during)
         elif fault.undo_during and re.search(fault.undo_during, line):
             changes.undo()
 
-    changed = json.loads(json.dumps(fault.ranks).replace("{plan}", plan))
+    # What the job does to its own ranks, such as killing one. "{plan}" stands for the path of the plan.json.
+    failing_ranks = json.loads(json.dumps(fault.ranks).replace("{plan}", plan))
     flags = ["--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2", *fault.flags]
-    command = (TINY, json.dumps({"ranks": changed, "flags": flags, "env": fault.env}))
+    command = (TINY, json.dumps({"ranks": failing_ranks, "flags": flags, "env": fault.env}))
     try:
-        changes.do(fault.before)
-        result = two_clusters.run(*command, preload=PRELOAD, timeout=fault.within_s, grace=fault.grace_s,
-                                  on_line=on_line, env=STARTED_LATER)
+        changes.do(fault.before)  # changes to the network before the job starts
+        result = two_clusters.run(
+            *command,
+            preload=PRELOAD,  # modules that are imported before a process is forked for each rank
+            timeout=fault.within_s,
+            grace=fault.grace_s,  # seconds that the other ranks have when a rank has failed
+            on_line=on_line,
+            env=STARTED_LATER,
+        )
     finally:
         changes.undo()
-    assert hit.is_set() or not fault.during, result.outputs
-    return result, [line for lines in result.lines.values() for _, line in lines]
+    assert is_applied.is_set() or not fault.during, result.outputs
+    printed_lines = [line for lines in result.lines.values() for _stream, line in lines]
+    return result, printed_lines
 
 
 @pytest.mark.parametrize("fault", CASES)
@@ -93,7 +103,7 @@ def test_fault(two_clusters, plan, fault):
 
     # Exit statuses of the ranks that the fault itself does not kill or stop.
     ended = {rank: status for rank, status in result.statuses.items() if rank not in fault.gone}
-    if fault.gone:
+    if fault.gone:  # ranks that the fault kills or stops
         # Ranks that do not notice in time that another rank is gone are ended by the launcher.
         ended = {rank: status for rank, status in ended.items() if status != ENDED_BY_LAUNCHER}
     if ON_GPUS and fault.name == "killed in a reduction":

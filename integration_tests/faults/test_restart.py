@@ -120,9 +120,9 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
     """
     changes = Changes(two_clusters.lab)  # applies the fault to the emulated network, and can undo it
     is_applied = threading.Event()
-    save = tmp_path / "saved"
+    save = tmp_path / "saved"  # folder of the checkpoints
 
-    def on_line(rank, line, stream):
+    def on_line(rank, line, stream):  # called for each line that the job prints
         # fault.during: changes to the network in the third step, such as a NIC that goes down
         if fault.during and line.startswith("step 2 saved") and not is_applied.is_set():
             is_applied.set()
@@ -131,6 +131,7 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
             changes.undo()
 
     # What train.py does to its own ranks: which of them it kills or stops, and when in the third step.
+    # OF_ENGINE maps the moment named in the table of faults to one of this job, such as "reduce".
     failing_ranks = {rank: {**failure, "when": OF_ENGINE[failure["when"]]}
                      for rank, failure in fault.ranks.items()}
     job = {"pause_s": float(fault.env.get("PAUSE_S", 0)), "timeout_s": 20, "ranks": failing_ranks}
@@ -141,9 +142,11 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
         changes.undo()
     assert is_applied.is_set() or not fault.during, result.outputs
     survives = fault.status == 0 and not fault.gone  # gone: ranks that the fault kills or stops
-    assert result.returncode != TIMED_OUT and (result.returncode == 0) == survives, result.outputs
+    assert result.returncode != TIMED_OUT, result.outputs
+    assert (result.returncode == 0) == survives, result.outputs
     if not survives:
-        assert_explains_the_end(fault, said(result))
+        messages_of_holmes = said(result)
+        assert_explains_the_end(fault, messages_of_holmes)
     # Starts the job again from its checkpoint and compares the losses.
     assert_goes_on(two_clusters, save, undisturbed)
 

@@ -181,22 +181,34 @@ def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str,
 
 
 def torchtitan(folder: Path, way: str, ranks: int) -> Command:
-    """From a seed checkpoint, which its own command makes on the CPU; its losses from its TensorBoard files,
-    for it prints five decimals. folder: an empty one; way: of torchtitan_job.WAYS."""
-    write_job(folder)
+    """Return the command of a torchtitan job, whose runs all start with the same weights.
+
+    The weights are in torchtitan's seed checkpoint, which this function makes on the CPU. The losses are read
+    from TensorBoard files, because torchtitan prints only five decimals.
+
+    Args:
+        folder: An empty folder for the files of the job.
+        way: How the model is divided over the ranks: a key of torchtitan_job.WAYS, such as "HSDP".
+        ranks: Number of ranks of the job.
+    """
+    write_job(folder)  # configuration, tokenizer and training text
+    # WAYS is for 4 ranks, with 2 shards of each replica or pipeline stage. Here there are ranks / 2 shards.
     flags = WAYS[way].replace("shard_degree 2", f"shard_degree {ranks // 2}")
-    home, on_cpu = {"HF_HOME": str(folder / "cache")}, str(ROOT / "integration_tests" / "torchtitan_cpu")
+    on_cpu = str(ROOT / "integration_tests" / "torchtitan_cpu")  # its sitecustomize.py adapts torch to CPUs
+    variables = {"HF_HOME": str(folder / "cache"), "TORCHDYNAMO_DISABLE": "1"}
+    env = {**variables, **_path(INSTALLED)}  # _path: PYTHONPATH with these folders
+    env_on_cpu = _path(on_cpu, INSTALLED)
     words = ("-m", "torchtitan.train", *job_arguments("--checkpoint.enable"))
+
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29417"}
     seed = subprocess.run([sys.executable, *words, "--checkpoint.create_seed_checkpoint"], cwd=folder,
-                          text=True, capture_output=True, env={
-                              **os.environ, **home, **_path(on_cpu, INSTALLED), "TORCHDYNAMO_DISABLE": "1",
-                              "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                              "MASTER_PORT": "29417"})
+                          env={**os.environ, **variables, **env_on_cpu, **one_rank},
+                          text=True, capture_output=True)
     assert seed.returncode == 0, seed.stderr[-3000:]
-    env = {**home, **_path(INSTALLED), "TORCHDYNAMO_DISABLE": "1"}
-    logs = ("--metrics.enable_tensorboard", "--metrics.save_tb_folder", LOG, "--checkpoint.load_only")
 
     def read(result: RunResult, log: Path) -> list[float]:
+        # In a process of its own: tensorboard is in torchtitan's folder, and not in that of the tests.
         program = ("import json, sys; from tensorboard.backend.event_processing.event_accumulator import *\n"
                    "log = EventAccumulator(sys.argv[1]); log.Reload()\n"
                    "print(json.dumps([one.value for one in log.Scalars('loss_metrics/global_avg_loss')]))")
@@ -206,8 +218,18 @@ def torchtitan(folder: Path, way: str, ranks: int) -> Command:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    return Command(f"torchtitan, {way}", (*words, *logs, *flags.split()), folder, (), read, env,
-                   env_on_cpu=_path(on_cpu, INSTALLED), inside=folder)
+    # load_only: the runs load the seed checkpoint, and write none. LOG stands for a folder for the losses.
+    logs = ("--metrics.enable_tensorboard", "--metrics.save_tb_folder", LOG, "--checkpoint.load_only")
+    return Command(
+        name=f"torchtitan, {way}",
+        words=(*words, *logs, *flags.split()),
+        folder=folder,
+        preload=(),
+        read=read,
+        env=env,
+        env_on_cpu=env_on_cpu,
+        inside=folder,
+    )
 
 
 def compared(folder: Path) -> Iterator[Command]:

@@ -47,12 +47,14 @@ def run_measured(lab, folder, words, steps):
     """
     folder.mkdir()
     log = folder / "log.jsonl"
+    # memory.py runs the script `words` in each rank, and writes what it measured into rank0.json and so on.
     ran = lab.run(MEMORY, str(folder), *words, "--steps", str(steps), "--log-file", str(log), **FOUR_RANKS,
                   env={**ON_GPU, "PYTHONPATH": ON_CPU})
-    assert ran.result.returncode == 0 and not ran.hang, ran.said
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
-    assert all(len(one["steps"]) == steps for one in ranks)
-    return ranks, losses(log)
+    assert ran.result.returncode == 0, ran.said
+    assert not ran.hang, ran.said  # the report on ranks that wait for each other
+    measured = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert all(len(of_rank["steps"]) == steps for of_rank in measured)
+    return measured, losses(log)
 
 
 def activation_bytes_of(lab, folder, words):
@@ -82,16 +84,16 @@ def test_holmes_holds_what_the_plan_says(lab, tmp_path, job):
 
     # Micro-batches that each of the two stages may hold; empty if the framework decides that, not holmes.
     in_flight = ours[0]["in_flight"]
-    if holmes_flags:  # --holmes-inflight
+    if holmes_flags:  # --holmes-inflight, which lets stages hold more micro-batches than 1F1B does
         assert in_flight
     activation_bytes = max(activation_bytes_of(lab, tmp_path / "kept", words)) if in_flight else 0
     for rank, (before, after) in enumerate(zip(stock, ours)):
         stage = rank // 2
         more_in_flight = 0
         if in_flight:
-            held_by_1f1b = 2 - stage
+            held_by_1f1b = 2 - stage  # the first of two stages holds two micro-batches, the last one
             more_in_flight = max(0, in_flight[stage] - held_by_1f1b)
-        planned = buffer_bytes(after["gradients"])
+        planned = buffer_bytes(after["gradients"])  # buckets of gradients
         planned += more_in_flight * activation_bytes
         planned += 2 * MESSAGE * max(in_flight, default=0)  # activations forward, their gradients backward
         assert after["peak"] <= before["peak"] + planned, (rank, before["peak"], after["peak"], planned)
@@ -113,7 +115,9 @@ def test_nothing_grows(lab, tmp_path, job):
     for rank, measured in enumerate(ranks):
         # After each step: bytes of the GPU's allocator, threads, open files, resident bytes of the process.
         early, late = measured["steps"][steps // 4], measured["steps"][-1]
-        allocated, threads, files, resident = (after - before for before, after in zip(early, late))
-        assert allocated == 0, (rank, measured["steps"])
-        assert max(threads, files) <= ONCE, (rank, measured["steps"])  # a few are made once, at a later step
-        assert resident < CACHES, (rank, measured["steps"])
+        growth = [after - before for before, after in zip(early, late)]
+        allocated_bytes, threads, open_files, resident_bytes = growth
+        assert allocated_bytes == 0, (rank, measured["steps"])
+        # ONCE: threads and files that are made once, at a later step. CACHES: growth of caches, in bytes.
+        assert max(threads, open_files) <= ONCE, (rank, measured["steps"])
+        assert resident_bytes < CACHES, (rank, measured["steps"])

@@ -131,15 +131,20 @@ def test_without_the_faults_late_kernels_change_nothing(lab, gpus):
 def test_hangs_are_ended_and_named(lab, gpus, hang):
     """A program of two ranks that hangs is ended, and the report says what each rank waits for."""
     clocked = replace(gpus, clock=GpuClock(sms=hang.sms))  # sms: multiprocessors of the emulated GPU
-    # Ranks that wait for each other in a circle are found at once, other hangs after end_s without progress.
-    ran = lab.run(SCRIPT, hang.fault, order="a0", env=hang.env, gpus=clocked,
-                  end_s=300.0 if hang.circle else 3.0)
+    if hang.circle:
+        # Ranks that wait for each other in a circle are found at once, long before end_s.
+        end_s = 300.0
+        reason = "each of these waits for the next"
+    else:
+        # Other hangs are found after end_s seconds in which no rank progressed.
+        end_s = 3.0
+        reason = "no rank progressed for 3 s"
+    ran = lab.run(SCRIPT, hang.fault, order="a0", env=hang.env, gpus=clocked, end_s=end_s)  # on node a0
     report = "\n".join(ran.hang)
-    reason = "each of these waits for the next" if hang.circle else "no rank progressed for 3 s"
     assert reason in report, ran.said
     for pattern in hang.told:
         assert re.search(pattern, report), report
-    assert f"in {hang.fault}" in report  # the Python stack
+    assert f"in {hang.fault}" in report  # the Python stack names the function that hangs
     assert shown(ran) == {}  # no rank came as far as printing its result
 
 

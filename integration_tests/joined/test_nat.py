@@ -32,7 +32,7 @@ def train(directory, cut, *flags):
     with Lab(CLUSTERS) as lab, coordinator(lab) as (coordinator_address, coordinator_lines):
         address_of = {node.name: node.address for node in lab.nodes}
         if cut:
-            for node, other in (("a0", "b0"), ("b0", "a0")):
+            for node, other in (("a0", "b0"), ("b0", "a0")):  # in both directions
                 lab.configure(node, f"route add blackhole {address_of[other]}/32")
 
         jobs = []
@@ -40,11 +40,16 @@ def train(directory, cut, *flags):
             job_flags = [*join_flags(name, coordinator_address, OUTER), *flags]
             log = directory / f"{name}.jsonl"
             jobs.append(start(lab, name, [node], job_flags, STEPS, seed, log))  # a job on one node
+
             # All jobs begin with the weights of the first one that joins. Wait until "east" has joined before
             # "west" starts, so that it is the same job in each run.
             message = f"job {name} is here"
-            await_(lambda message=message: any(message in line for line in coordinator_lines),
-                   120, message)  # within 120 s
+
+            def has_joined(message=message) -> bool:
+                return any(message in line for line in coordinator_lines)
+
+            timeout_s = 120
+            await_(has_joined, timeout_s, message)
         for job in jobs:
             job.wait()
         return [[step["loss"] for step in job.steps()] for job in jobs], list(coordinator_lines)

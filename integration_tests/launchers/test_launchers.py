@@ -102,11 +102,13 @@ def test_starts_and_stops_leave_nothing(tmp_path, labs_of_other_tests, exhaustiv
     of the test.
     """
     hosts = ["a0", "a1", "b0", "b1"]
-    for number in range(50 if exhaustive else 2):
+    lab_count = 50 if exhaustive else 2
+    for number in range(lab_count):
         folder = tmp_path / str(number)
         folder.mkdir()
         uses_slurm = number % 2 == 1
-        with Bench(folder, needs=("slurm",) if uses_slurm else ("ssh",)) as bench:  # starts the lab
+        daemons = ("slurm",) if uses_slurm else ("ssh",)
+        with Bench(folder, needs=daemons) as bench:  # starts the lab, and stops it at the end
             if uses_slurm:
                 output = bench.run("srun", "--nodes=4", "hostname")
             else:
@@ -115,7 +117,7 @@ def test_starts_and_stops_leave_nothing(tmp_path, labs_of_other_tests, exhaustiv
                 assert all(f"/run/ompi.{host}." in output for host in bench.order), output
             # The launcher's warnings may stand between the host names.
             assert sorted(line for line in output.splitlines() if line in hosts) == hosts, output
-            assert leftovers(labs_of_other_tests)  # while the lab runs, it is found
+            assert leftovers(labs_of_other_tests)  # leftovers() finds the lab while it runs
         assert leftovers(labs_of_other_tests) == []
 
 
@@ -136,12 +138,13 @@ def leftovers(labs_of_other_tests: set[str]) -> list[str]:
     def is_left(line: str) -> bool:  # OWN: prefix of the names of this process's labs
         return OWN in line and not any(name in line for name in labs_of_other_tests)
 
-    found = sorted(own_labs() - labs_of_other_tests)
+    found = sorted(own_labs() - labs_of_other_tests)  # folders of labs
     for table in ("/proc/mounts", "/proc/net/unix"):
         found += [f"{table}: {line}" for line in Path(table).read_text().splitlines() if is_left(line)]
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            told = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
-            if is_left(told.decode(errors="replace")):
-                found.append(f"process {folder.name}: {told[:200]!r}")
-    return found + [str(path) for path in Path(tempfile.gettempdir()).glob("ompi.*")]
+            command_and_variables = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            if is_left(command_and_variables.decode(errors="replace")):
+                found.append(f"process {folder.name}: {command_and_variables[:200]!r}")
+    open_mpi_folders = Path(tempfile.gettempdir()).glob("ompi.*")
+    return found + [str(path) for path in open_mpi_folders]

@@ -161,21 +161,23 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
 
     The result also says which features of holmes the case used.
     """
-    two_level, used = TwoLevelCollectives.__call__, set()
+    used: set[str] = set()  # names of the features that the case used
+    all_reduce_in_two_levels = TwoLevelCollectives.__call__  # the hierarchical all-reduce
 
     def note_use(*args: Any, **more: Any) -> Any:
         used.add("two levels")
-        return two_level(*args, **more)
+        return all_reduce_in_two_levels(*args, **more)
 
     with as_under_nccl(one, features) as log, mock.patch.object(TwoLevelCollectives, "__call__", note_use):
         losses = train()
-        current = session.require()
-        overlaps = current.stages(one.sizes, "fake")
-    if any(stage.overlap for stage in overlaps):  # reduces gradients during the backward passes
+        current = session.require()  # the state of holmes in this process, with the plan of the case
+        reductions_of_stages = current.stages(one.sizes, backend="fake")
+    # The other features are those of the plan.
+    if any(reduction.overlap for reduction in reductions_of_stages):  # during the backward passes
         used.add("overlap")
-    messages = current.plan.traffic_of("verbs")  # how messages between pipeline stages are sent
-    if any(fabric.pair_groups[0] for fabric in messages.edges):  # over a group for each pair of stages
+    traffic = current.plan.traffic_of("verbs")  # the traffic over RDMA networks
+    if any(edge.pair_groups[0] for edge in traffic.edges):  # a process group for each pair of stages
         used.add("pairs")
-    if messages.in_flight:  # received before the stage waits for them
+    if traffic.in_flight:  # messages between stages are received before the stage waits for them
         used.add("edges")
     return CaseResult(log, losses, frozenset(used))

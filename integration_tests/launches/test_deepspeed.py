@@ -131,6 +131,7 @@ def check(results, seeds):
         logs = {rank: result.holmes.log for rank, result in of_ranks.items()}
         # faults() lists the ways in which the operations could hang or fail on NCCL.
         # is_bound: NCCL makes a communicator when its group is made, not at its first operation.
+        # blocking: an operation begins only after the end of the one before it.
         for is_bound in (False, True):
             assert faults(logs, is_bound, blocking=True) == [], (seed, is_bound)
         for result in of_ranks.values():

@@ -186,12 +186,17 @@ def read_log(result) -> Log:
     Raises:
         AssertionError: The run failed. The message has the end of the failed rank's output.
     """
-    assert result.returncode == 0, f"{result.returncode}: {result.outputs[result.first_failed or 0][-6000:]}"
+    output_of_failure = result.outputs[result.first_failed or 0]
+    assert result.returncode == 0, f"{result.returncode}: {output_of_failure[-6000:]}"
     lines = [line for output in result.outputs.values() for line in output.splitlines()]
-    # Megatron's log line of a training step. LOSS has three groups: step, milliseconds, loss.
-    matches = [match for match in map(LOSS.search, lines) if match]
-    losses = {int(match[1]): float(match[3]) for match in matches}
-    seconds = {int(match[1]): float(match[2]) / 1e3 for match in matches}
+    losses = {}
+    seconds = {}
+    for line in lines:
+        match = LOSS.search(line)  # matches the line that Megatron prints after a training step
+        if match:
+            step, milliseconds, loss = match.groups()
+            losses[int(step)] = float(loss)
+            seconds[int(step)] = float(milliseconds) / 1e3
     printed = _all_holmes_lines(result)
     return Log(
         losses=losses,

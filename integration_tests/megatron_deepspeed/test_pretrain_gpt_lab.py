@@ -142,7 +142,8 @@ def train(checkout, two_clusters, *flags, steps=STEPS, env=None, **more):
         The Log (losses, step times and messages of holmes), and the MB that each NIC of each node sent.
     """
     before = two_clusters.lab.counters()  # bytes of each NIC
-    result = checkout.run(two_clusters, *checkout.arguments(steps, *flags, **more), env=env, timeout=420)
+    command = checkout.arguments(steps, *flags, **more)
+    result = checkout.run(two_clusters, *command, env=env, timeout=420)
     return read_log(result), two_clusters.sent(before)
 
 
@@ -201,14 +202,16 @@ def check_bytes_sent(case: Case, stock_sent: dict, sent: dict) -> None:
         stock_sent: By node and NIC, the MB sent without holmes.
         sent: By node and NIC, the MB sent with holmes.
     """
+    all_are_data_parallel = case.data == 4  # the gradients of all four ranks are averaged
     for node, nics in sent.items():
         stock_ethernet = stock_sent[node]["eth0"]
-        assert fast(stock_sent[node]) < 0.01  # MB on the node's fast NIC
+        # fast() returns the MB that the node's InfiniBand or RoCE NIC sent.
+        assert fast(stock_sent[node]) < 0.01
         if case.zero_stage == 3:
             # One group spans both clusters. holmes leaves DeepSpeed's own collectives on Ethernet.
             assert fast(nics) < 1
             assert nics["eth0"] > 100
-        elif case.data == 4:
+        elif all_are_data_parallel:
             # One group spans both clusters. Its gradients are reduced inside each cluster first.
             assert fast(nics) > 1
             assert nics["eth0"] < 0.8 * stock_ethernet
@@ -218,11 +221,12 @@ def check_bytes_sent(case: Case, stock_sent: dict, sent: dict) -> None:
             smallest_share = 0.25 if case.is_tied_over_four_ranks else 0.02
             assert fast(nics) > smallest_share * stock_ethernet, (node, nics, stock_sent[node])
 
-    if case.data == 4:
+    if all_are_data_parallel:
         return
     stock_ethernet_total = sum(nics["eth0"] for nics in stock_sent.values())
-    spared = stock_ethernet_total - sum(nics["eth0"] for nics in sent.values())
-    moved = sum(fast(nics) for nics in sent.values())
+    ethernet_total = sum(nics["eth0"] for nics in sent.values())
+    spared = stock_ethernet_total - ethernet_total
+    moved = sum(fast(nics) for nics in sent.values())  # MB on all fast NICs
     # Each MB on a fast NIC spares about one MB on Ethernet, but less for a tied embedding: its hierarchical
     # all-reduce sends E bytes on fast NICs and E / 2 on Ethernet, where stock sends E on Ethernet. With N
     # bytes of gradients in all, N + E are on fast NICs and N + E / 2 are spared. E <= N, so the ratio is at
@@ -243,7 +247,8 @@ def test_checkpoints_pass_between_stock_and_holmes(checkout, two_clusters, tmp_p
 
     def run(*flags):
         # STOCK_ORDER: holmes adds gradients in stock's order, so that no digit of a loss differs.
-        return train(checkout, two_clusters, *PIPELINE, *flags, steps=6, zero=zero, env=STOCK_ORDER)[0]
+        log, _ = train(checkout, two_clusters, *PIPELINE, *flags, steps=6, zero=zero, env=STOCK_ORDER)
+        return log
 
     uninterrupted = run()
     flags_of = {"stock": (), "holmes": two_clusters.holmes}
@@ -284,7 +289,8 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
 
     def run(*more):
         # Returns the losses by step. STOCK_ORDER: holmes adds gradients in the order of a job without it.
-        return train(checkout, two_clusters, *flags, *more, steps=8, zero=1, env=STOCK_ORDER)[0].losses
+        log, _ = train(checkout, two_clusters, *flags, *more, steps=8, zero=1, env=STOCK_ORDER)
+        return log.losses
 
     uninterrupted = run()
     stock = tmp_path / "stock"  # checkpoint of the job without holmes
@@ -386,10 +392,12 @@ def run_refused_job(checkout, two_clusters, *flags, env=None, **more):
 
     Asserted are status 2, no traceback, and a single message on all ranks together.
     """
-    command = checkout.arguments(2, *flags, *two_clusters.holmes, **more)
+    steps = 2
+    command = checkout.arguments(steps, *flags, *two_clusters.holmes, **more)
     result = checkout.run(two_clusters, *command, env=env, timeout=240)
     text = "\n".join(result.outputs.values())
-    assert result.returncode == 2 and "Traceback" not in text, text[-6000:]
+    assert result.returncode == 2, text[-6000:]
+    assert "Traceback" not in text, text[-6000:]
     # Two other lines of holmes are no refusal: the clusters and the layers of each stage, which are printed
     # before the checkpoint is read.
     messages = [
@@ -402,19 +410,22 @@ def run_refused_job(checkout, two_clusters, *flags, env=None, **more):
 @pytest.mark.timeout(600)
 def test_flags_in_its_own_help_and_near_misses(checkout, two_clusters):
     """pretrain_gpt.py --help lists the flags of holmes, and a misspelt flag is refused with the right one."""
-    result = checkout.run(two_clusters, *checkout.arguments(2, *PIPELINE, *two_clusters.holmes, "--help"),
-                          timeout=240)
+    steps = 2
+    command = checkout.arguments(steps, *PIPELINE, *two_clusters.holmes)
+
+    result = checkout.run(two_clusters, *command, "--help", timeout=240)
     assert result.returncode == 0, result.outputs
-    # Rank 0's output, or that of all ranks if another one has printed the help.
-    text = result.outputs[0] if "--tensor-model-parallel-size" in result.outputs[0] else "".join(
-        result.outputs.values())
-    assert "--holmes-cluster" in text and "holmes:" in text
+    text = result.outputs[0]
+    if "--tensor-model-parallel-size" not in text:  # another rank has printed the help
+        text = "".join(result.outputs.values())
+    assert "--holmes-cluster" in text
+    assert "holmes:" in text
     assert "Percent of rotary dimension" in text  # the help of a flag of Megatron's
-    result = checkout.run(two_clusters,
-                          *checkout.arguments(2, *PIPELINE, *two_clusters.holmes, "--holms-plan", "x"),
-                          timeout=240)
+
+    result = checkout.run(two_clusters, *command, "--holms-plan", "x", timeout=240)
     text = "".join(result.outputs.values())
-    assert result.returncode == 2 and "Traceback" not in text
+    assert result.returncode == 2
+    assert "Traceback" not in text
     assert "error: unrecognized arguments: --holms-plan x; --holms-plan: did you mean --holmes-plan?" in text
 
 
@@ -437,9 +448,12 @@ def test_a_hostfile_that_does_not_match_the_clusters(checkout, two_clusters, tmp
     """
     file = tmp_path / "c.toml"
     file.write_text(CLUSTER.read_text().replace("b[0-1]", "b0"))  # without host b1, which the job uses
-    arguments = checkout.arguments(2, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file))
+    steps = 2
+    arguments = checkout.arguments(steps, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file))
     result = run_with_launcher(checkout, two_clusters, "deepspeed", two_clusters.order, *arguments)
     lines = [line for output in result.outputs.values() for line in output.splitlines()]
     messages = [line for line in lines if line.startswith("holmes:")]
-    assert result.returncode != 0 and len(messages) == 1, result.outputs
-    assert "hostfile has 4 hosts" in messages[0] and "host 'b1' is in no cluster" in messages[0]
+    assert result.returncode != 0, result.outputs
+    assert len(messages) == 1, result.outputs
+    assert "hostfile has 4 hosts" in messages[0]
+    assert "host 'b1' is in no cluster" in messages[0]
