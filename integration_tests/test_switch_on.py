@@ -50,7 +50,8 @@ def assert_planned(two_clusters, lines, sent):
 )
 def test_every_way_to_switch_on(two_clusters, tmp_path, how):
     """Holmes is on for all ranks of a script that does not import it, however the user switches it on."""
-    before = two_clusters.lab.counters()
+    before = two_clusters.lab.counters()  # bytes that each NIC has sent
+    # GROUPS: a script that does not import holmes. FLAGS: the flags that switch holmes on.
     if how == "flag":
         result = two_clusters.run("sh", "-c", f"exec {sys.executable} {GROUPS} --lr 1 {' '.join(FLAGS)}")
     elif how == "flag without a file":
@@ -60,23 +61,28 @@ def test_every_way_to_switch_on(two_clusters, tmp_path, how):
     elif how == "python -m holmes_ext":
         result = two_clusters.run("sh", "-c", f"exec {sys.executable} -m holmes_ext {GROUPS} --lr 1")
     elif how == "mpirun's variables":
+        # The job's processes have torchrun's variables. They are replaced by those that mpirun sets.
         values = ("RANK=$RANK", "SIZE=$WORLD_SIZE", "LOCAL_RANK=0", "LOCAL_SIZE=1")
         names = " ".join(f"OMPI_COMM_WORLD_{value}" for value in values)
-        without_torchruns = "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u LOCAL_SIZE"
-        command = f"exec {without_torchruns} {names} {sys.executable} {GROUPS} --lr 1 --holmes"
+        unset_torchruns = "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u LOCAL_SIZE"
+        command = f"exec {unset_torchruns} {names} {sys.executable} {GROUPS} --lr 1 --holmes"
         result = two_clusters.run("sh", "-c", command)
     else:
         script = tmp_path / "enabled.py"
         script.write_text(f"import holmes_ext\nholmes_ext.enable(cluster={str(CLUSTER)!r})\n"
                           + open(GROUPS).read())
         result = two_clusters.run(str(script), "--lr", "1")
-    lines = two_clusters.json(result)
     # Each rank printed the arguments that the script saw, without holmes's flags, and whether holmes is on.
-    assert all(line["argv"] == ["--lr", "1"] and line["holmes"] for line in lines)
+    lines = two_clusters.json(result)
+    for line in lines:
+        assert line["argv"] == ["--lr", "1"]
+        assert line["holmes"]
     assert_planned(two_clusters, lines, two_clusters.sent(before))  # ranks, sums and traffic of a holmes job
     said = [line for output in result.outputs.values() for line in output.splitlines()
             if line.startswith("holmes:")]
-    assert len(said) == 1 and "2 clusters" in said[0] and "ranks renumbered" in said[0]
+    assert len(said) == 1
+    assert "2 clusters" in said[0]
+    assert "ranks renumbered" in said[0]
 
 
 def test_torchrun_with_its_own_store(two_clusters):

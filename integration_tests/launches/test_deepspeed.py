@@ -127,18 +127,19 @@ def check(results, seeds):
     """
     used = []
     for number, seed in enumerate(seeds):
-        of_ranks = {rank: rank_results[number] for rank, rank_results in enumerate(results)}
-        logs = {rank: result.holmes.log for rank, result in of_ranks.items()}
+        result_of_rank = {rank: rank_results[number] for rank, rank_results in enumerate(results)}
+        logs = {rank: result.holmes.log for rank, result in result_of_rank.items()}
         # faults() lists the ways in which the operations could hang or fail on NCCL.
         # is_bound: NCCL makes a communicator when its group is made, not at its first operation.
         # blocking: an operation begins only after the end of the one before it.
         for is_bound in (False, True):
             assert faults(logs, is_bound, blocking=True) == [], (seed, is_bound)
-        for result in of_ranks.values():
+        for result in result_of_rank.values():
             tolerance = 1e-5 if result.compress == "off" else 2e-2  # bf16 rounds
             differences = [abs(a - b) for a, b in zip(result.holmes.losses, result.stock_losses, strict=True)]
             assert max(differences) < tolerance, seed
-        used.append(frozenset.union(*(result.holmes.used for result in of_ranks.values())))
+        used_on_each_rank = [result.holmes.used for result in result_of_rank.values()]
+        used.append(frozenset.union(*used_on_each_rank))
     return used
 
 

@@ -90,13 +90,22 @@ def pretrain(two_clusters, environment, *flags):
         iteration -> (loss, gradient norm), and the output of all ranks as one text.
     """
     script = str(MEGATRON / "pretrain_gpt.py")
-    result = two_clusters.run(script, *FLAGS, *flags, env=environment,
-                              preload=("megatron.training.training",),
-                              timeout=400)
+    result = two_clusters.run(
+        script,
+        *FLAGS,
+        *flags,
+        env=environment,
+        preload=("megatron.training.training",),  # imported before a process is forked for each rank
+        timeout=400,
+    )
     text = "\n".join(result.outputs.values())
     assert result.returncode == 0, text[-4000:]
+    # Megatron-LM prints such a line after each iteration.
     pattern = r"iteration\s+(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) "
-    return {int(step): (float(loss), float(norm)) for step, loss, norm in re.findall(pattern, text)}, text
+    printed = {}
+    for iteration, loss, norm in re.findall(pattern, text):
+        printed[int(iteration)] = (float(loss), float(norm))
+    return printed, text
 
 
 def holmes(two_clusters, *more):
@@ -151,7 +160,7 @@ def test_a_checkpoint_of_another_model_is_one_line(two_clusters, environment, tm
     """A job that loads a checkpoint of a model with other shapes ends with a message without a traceback."""
     checkpoint = str(tmp_path / "saved")
     pretrain(two_clusters, environment, *holmes(two_clusters), "--save", checkpoint, "--save-interval", "100",
-             "--exit-interval", "1")
+             "--exit-interval", "1")  # saves a checkpoint after the first iteration, and ends
     flags = [*FLAGS, *holmes(two_clusters), "--load", checkpoint, "--exit-on-missing-checkpoint",
              "--ffn-hidden-size", "96"]  # the saved model has another size here
     script = str(MEGATRON / "pretrain_gpt.py")

@@ -107,7 +107,7 @@ def pipeline() -> dict:
         """
         operations = {"send": dist.isend, "recv": dist.irecv}
         peers = {"prev": prev_pipeline_rank, "next": next_pipeline_rank}
-        ops = []
+        ops: list[dist.P2POp] = []
         for name, tensor in tensors.items():
             if tensor is not None:
                 _, operation, side = name.split("_")
@@ -115,16 +115,19 @@ def pipeline() -> dict:
         return dist.batch_isend_irecv(ops) if ops else []
 
     def send_and_receive(**given) -> None:
+        """Send and receive the given tensors, such as send_next=tensor, and wait until both are done."""
         names = ("send_prev", "send_next", "recv_prev", "recv_next")
         tensors = {f"tensor_{name}": given.get(name) for name in names}
         peers = {"prev_pipeline_rank": (rank - 1) % world, "next_pipeline_rank": (rank + 1) % world}
-        # Holmes's wrapper gives each pair of neighbours a process group of its own.
-        for request in p2p._batched(batched_p2p_ops, None, (), {"group": group, **peers, **tensors}):
+        # The wrapper of holmes around the function gives each pair of neighbours a process group of its own.
+        # As wrapt calls it, its arguments are the function, its instance (None), args and kwargs.
+        requests = p2p._batched(batched_p2p_ops, None, (), {"group": group, **peers, **tensors})
+        for request in requests:
             request.wait()
         torch.cuda.synchronize()
 
     is_first, is_last = rank == 0, rank == world - 1
-    value = torch.zeros(1 << 16, device=DEVICE)
+    value = torch.zeros(1 << 16, device=DEVICE)  # all elements stay equal
     if not is_first:
         send_and_receive(recv_prev=value)
     if not is_last:
@@ -132,8 +135,8 @@ def pipeline() -> dict:
         send_and_receive(recv_next=value)
     if not is_first:
         send_and_receive(send_prev=value + 1)
-    pairs = p2p.neighbour_groups_of(group).by_peer
-    return {"value": value[-1].item(), "pairs": sorted(pairs)}
+    group_by_peer = p2p.neighbour_groups_of(group).by_peer  # process groups of this rank and a neighbour
+    return {"value": value[-1].item(), "pairs": sorted(group_by_peer)}
 
 
 def settings(group) -> list:

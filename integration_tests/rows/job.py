@@ -193,7 +193,7 @@ class StartInLab:
                 cwd=command.inside,
                 timeout=RUN_TIMEOUT_S,
             )
-        # The shell line has the placeholders {python} and {words}.
+        # The shell line has the placeholders {python} and {words}, the script with its arguments.
         quoted_arguments = " ".join(shlex.quote(argument) for argument in arguments)
         line = shell.format(python=sys.executable, words=quoted_arguments)
         return self.clusters.run(
@@ -345,8 +345,9 @@ class Runs:
         arguments = [str(log) if argument == LOG else argument for argument in arguments]
 
         result = self.start(self.job, command, arguments, env=env, shell=shell)
-        text_of_failure = result.outputs[result.first_failed or 0]
-        assert result.returncode == 0, f"{name}: status {result.returncode}\n{text_of_failure[-4000:]}"
+        failed_rank = result.first_failed or 0
+        end_of_output = result.outputs[failed_rank][-4000:]
+        assert result.returncode == 0, f"{name}: status {result.returncode}\n{end_of_output}"
         follows_plan(result)  # fails the test if holmes printed a difference from its plan
         losses = command.read(result, log)  # from the log or from the output, depending on the script
         if resumed and self.job.checkpoints is not None:

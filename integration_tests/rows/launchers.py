@@ -51,7 +51,7 @@ class StartByLauncher:
         # The other launchers are started once, and start the ranks on all nodes.
         if job.launcher == "srun":
             # --distribution=cyclic and --map-by node put neighbouring ranks on different nodes.
-            node_and_task_counts = bench.all
+            node_and_task_counts = bench.all  # arguments such as --nodes=2
             python_and_script = bench.job
             command_line = ["srun", *node_and_task_counts, "--distribution=cyclic", *python_and_script]
         elif job.launcher == "mpirun":

@@ -124,11 +124,11 @@ def test_all_is_as_planned_and_no_feature_is_off(runs):
     if runs.job.checkpoints:
         runs_with_holmes.append(runs.holmes_from_stock)
     for run in runs_with_holmes:
-        assert "2 clusters: ib (" in run.text
+        assert "2 clusters: ib (" in run.text  # printed at the start; the other cluster is "roce"
         for trouble in TROUBLES:  # beginnings of warnings
             assert trouble not in run.text, run.holmes_lines
         assert patched_features(run) >= FEATURES_OF_EVERY_JOB | runs.job.features
-    # "differences" lists what the job did otherwise than planned.
+    # The summary of `holmes report` lists what the job did otherwise than planned.
     assert runs.report_json["done"]["differences"] == []
 
 

@@ -68,18 +68,24 @@ def job_arguments(*flags: str) -> list[str]:
 
 def write_job(made: Path) -> Path:
     """Write the files of the job into a folder, and return the folder."""
-    (made / "config.toml").write_text(CONFIG)
+    (made / "config.toml").write_text(CONFIG)  # read by torchtitan 0.2
     for name in ("tokenizer", "corpus"):
         (made / name).mkdir()
+
+    # A byte-level BPE tokenizer, trained on the texts of Python's help topics.
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     texts = [topics[name] for name in sorted(topics)]
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-        vocab_size=512, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False))
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=512, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(made / "tokenizer" / "tokenizer.json"))
-    marks = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}
-    (made / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(marks))
-    (made / "corpus" / "data.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}
+    (made / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+
+    # The training texts, one JSON object a line.
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (made / "corpus" / "data.json").write_text("".join(lines))
     return made

@@ -41,14 +41,14 @@ def install() -> bool:
 
     if torch.cuda.is_available() or getattr(torch.cuda, "_on_cpu", False):
         return False
-    torch.cuda._on_cpu = True
-    _devices(torch)
-    _tensors(torch)
-    _streams(torch)
-    _random_state(torch)
+    torch.cuda._on_cpu = True  # so that a second call changes nothing
+    _devices(torch)  # torch.cuda reports one GPU
+    _tensors(torch)  # tensors for a CUDA device are made on the CPU
+    _streams(torch)  # CUDA streams and events do nothing
+    _random_state(torch)  # CUDA's random numbers are the CPU's
     _make_adam_resumable(torch)
-    _experts()
-    _modules(torch)
+    _experts()  # mixtures of experts run without Transformer Engine
+    _modules(torch)  # stand-ins for modules that Megatron-LM imports but does not call on CPUs
     return True
 
 
@@ -219,9 +219,10 @@ def _make_adam_resumable(torch):
 
     def state_dict_with_zeros(self, *args, **kwargs):
         if not self.state:  # before the first step
-            for param in (param for group in self.param_groups for param in group["params"]):
-                self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param),
-                                     "exp_avg_sq": torch.zeros_like(param)}
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param),
+                                         "exp_avg_sq": torch.zeros_like(param)}
         return state_dict(self, *args, **kwargs)
 
     torch.optim.Adam.state_dict = state_dict_with_zeros  # also for AdamW, a subclass of Adam
@@ -233,6 +234,7 @@ def _make_adam_resumable(torch):
             group, index = self.model_param_group_index_map[model_param]
             parameter = self.optimizer.param_groups[group]["params"][index]
             step = self.optimizer.state[parameter]["step"]
+            # Megatron's method copies a tensor for each key of the state, also for "step".
             return set_state(self, model_param, {"step": step.clone(), **tensors}, *args, **kwargs)
 
         module.DistributedOptimizer._set_main_param_and_optimizer_states = set_state_with_step
