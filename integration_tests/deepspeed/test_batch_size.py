@@ -51,6 +51,14 @@ class Scene(NamedTuple):
     unplanned_steps: list[int]
 
 
+class Comparison(NamedTuple):
+    """Result of one scene on one rank."""
+
+    stock_losses: list[float]  # without holmes
+    our_losses: list[float]  # with holmes
+    unplanned_steps: list[int]  # numbers of the steps in which the engine ran its own schedule
+
+
 SCENES = {
     "the same in every step": Scene([Step(3)] * 4, unplanned_steps=[0]),
     "a batch that grows": Scene([Step(1), Step(2), Step(4), Step(4)], unplanned_steps=[0]),
@@ -78,12 +86,14 @@ def train(steps):
 
     As in Megatron-DeepSpeed, the batch size of the engine is set before each step.
     """
-    engine = overlap.engine_for({}, {"tied": True})  # a pipeline of 2 stages with a tied embedding
+    # A pipeline of 2 stages with a tied embedding, and DeepSpeed's default configuration.
+    engine = overlap.engine_for(config={}, options={"tied": True})
     data = batches_of(engine.grid.get_data_parallel_rank(), steps)
     losses = []
     sequence_before = steps[0].sequence
     for step in steps:
-        engine.set_train_batch_size(step.micro_batches * overlap.MICRO_BATCH * engine.dp_world_size)
+        samples_of_a_rank = step.micro_batches * overlap.MICRO_BATCH
+        engine.set_train_batch_size(samples_of_a_rank * engine.dp_world_size)
         if step.sequence != sequence_before:
             # DeepSpeed requires this call when the shape of the activations changes.
             engine.reset_activation_shape()
@@ -106,6 +116,8 @@ def recorded_schedules(is_planned):
     """
 
     def recording(method, value):
+        """Return the method, changed such that each call appends the value to `is_planned`."""
+
         def recorded(*args):
             is_planned.append(value)
             return method(*args)
@@ -157,7 +169,7 @@ def train_stock_and_ours(rank, names):
                 session.set_active(None)
                 registry.undo()
         unplanned_steps = [number for number, planned in enumerate(is_planned) if not planned]
-        results[name] = stock, ours, unplanned_steps
+        results[name] = Comparison(stock, ours, unplanned_steps)
     return results
 
 

@@ -14,6 +14,7 @@ own collectives are called in the order of "ours" (average_before_adding_stages)
 import contextlib
 import io
 import sys
+from typing import NamedTuple
 
 import pytest
 from carriers import ON_GPUS
@@ -49,14 +50,25 @@ SCENES = {
 EMBEDDING = 256 * 32 * 4  # bytes
 
 
-def train(config):
-    """Train in this rank with a tied embedding.
+class Trained(NamedTuple):
+    """Result of a training run on one rank."""
 
-    Returns:
-        The losses, the sum of the weights of this rank's stage, and the bytes of tied gradients that this
-        rank sent to the other cluster (0 over NCCL, or without holmes).
-    """
-    engine = overlap.engine_for(config, {"tied": True})
+    losses: list[float]
+    weights: float  # sum of the weights of this rank's stage
+    bytes_across: int  # tied gradients sent to the other cluster; 0 over NCCL, or without holmes
+
+
+class ThreeWays(NamedTuple):
+    """Results of three training runs on one rank."""
+
+    stock: Trained  # DeepSpeed without holmes
+    ours: Trained  # with holmes
+    reordered: Trained  # without holmes, in the order of additions of the hierarchical all-reduce
+
+
+def train(config):
+    """Train in this rank with a tied embedding, and return the losses, weights and bytes sent (Trained)."""
+    engine = overlap.engine_for(config, options={"tied": True})
     data = overlap.batches(engine.grid.get_data_parallel_rank(), overlap.STEPS)
     losses = [engine.train_batch(data).item() for _ in range(overlap.STEPS)]
     weights = sum(p.detach().double().sum().item() for p in engine.module.parameters())
@@ -66,7 +78,7 @@ def train(config):
             reducer = tied.made.get(group)  # holmes's hierarchical all-reduce, None without holmes
             if reducer is not None:
                 bytes_across += reducer.bytes_across
-    return losses, weights, bytes_across
+    return Trained(losses, weights, bytes_across)
 
 
 def average_before_adding_stages(engine):
@@ -107,7 +119,7 @@ def train_in_three_ways(rank, names):
     """Train each scene three times in this rank, from the same weights on the same text.
 
     Returns:
-        By the name of the scene, the results of train() for:
+        By the name of the scene, the results of train() (ThreeWays) for:
             1. DeepSpeed without holmes
             2. DeepSpeed with holmes, which reduces the gradients of tied weights hierarchically
             3. DeepSpeed without holmes, with the order of additions of the hierarchical all-reduce
@@ -139,7 +151,7 @@ def train_in_three_ways(rank, names):
             ours = train(config)
             session.set_active(None)
             registry.undo()
-        results[name] = stock, ours, reordered
+        results[name] = ThreeWays(stock, ours, reordered)
     return results
 
 
@@ -165,14 +177,10 @@ def test_losses_are_stocks_and_each_rank_sends_its_share(results, name):
 def test_the_order_of_the_sum_is_the_only_difference_to_stock(results, name):
     _, features = SCENES[name]
     for results_of_rank in results:
-        # Losses, sum of the weights, and bytes sent: without holmes, with holmes, and without holmes in
-        # holmes's order of additions.
+        # Training without holmes, with holmes, and without holmes in holmes's order of additions.
         stock, ours, reordered = results_of_rank[name]
-        losses, weights, _ = ours
-        stock_losses, stock_weights, _ = stock
-        reordered_losses, reordered_weights, _ = reordered
-        assert stock_weights != reordered_weights  # otherwise the order would not show in the results
-        if "deepspeed-tied" in features:  # holmes's hierarchical all-reduce of tied weights
-            assert (losses, weights) == (reordered_losses, reordered_weights)
-        else:
-            assert (losses, weights) == (stock_losses, stock_weights)
+        assert stock.weights != reordered.weights  # otherwise the order would not show in the results
+        # The feature "deepspeed-tied" is holmes's hierarchical all-reduce of tied weights.
+        expected = reordered if "deepspeed-tied" in features else stock
+        assert ours.losses == expected.losses
+        assert ours.weights == expected.weights

@@ -124,7 +124,7 @@ def checkout(tmp_path_factory):
     pytest.importorskip("nltk", reason="Megatron-DeepSpeed's preprocess_data.py needs: pip install nltk")
     folder = tmp_path_factory.mktemp("megatron_deepspeed")
     copy = Checkout(SOURCE, folder)
-    copy.compile_adam()
+    copy.compile_adam()  # DeepSpeed's C++ extension: the first job would take too long if it compiled it
     yield copy
     shutil.rmtree(folder)
 
@@ -171,7 +171,8 @@ def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_cluste
         # holmes reduces hierarchically, which adds the same four numbers in another order than stock.
         assert ours.losses == pytest.approx(stock.losses, abs=1e-4)
     elif case.is_tied_over_four_ranks:
-        tolerance = OTHER_ORDER if case.dtype == "fp32" else 1e-2
+        # holmes adds the four gradients of the tied embedding in another order than stock.
+        tolerance = OTHER_ORDER if case.dtype == "fp32" else 1e-2  # bf16 rounds
         assert ours.losses == pytest.approx(stock.losses, abs=tolerance)
         assert "tied weights summed in two levels" in ours.lines[0]
         # With STOCK_ORDER, holmes adds in stock's order, and no digit differs.
