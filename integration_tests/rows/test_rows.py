@@ -150,6 +150,7 @@ def test_the_report_names_ranks_groups_and_stages(runs):
         # The text has a line for each rank, with the node and the cluster in columns 1 and 2.
         assert any(line.split()[1:3] == [node, cluster] for line in runs.report.splitlines())
 
+    # "rows" has the process groups: for example a "data" group "inside" a cluster over "roce".
     reported_groups = {(row["kind"], row["where"], row["fabric"]) for row in report["rows"]}
     assert reported_groups >= {(group.kind, group.where, group.fabric) for group in runs.job.groups}
 
