@@ -185,23 +185,25 @@ def _pieces(optimizer: Any) -> Iterator[_Piece]:
         groups = zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups)
         for i, (group, partition) in enumerate(groups):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
-            yield from _pieces_of_buffer(group, starts_of_groups[i], partition, rank * partition.numel())
+            begin = rank * partition.numel()  # the partitions of all ranks have the same size
+            yield from _pieces_of_buffer(group, starts_of_groups[i], partition, begin)
     elif kind == "BF16_Optimizer":
         groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
         for i, (group, partition) in enumerate(groups):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
-            yield from _pieces_of_buffer(group, offsets(group), partition, rank * partition.numel())
+            begin = rank * partition.numel()
+            yield from _pieces_of_buffer(group, offsets(group), partition, begin)
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
         for group, partition in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat):
             yield from _pieces_of_zero_3(group, partition)
     elif kind == "FP16_Optimizer":
         for group, buffer in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat):
             yield from _pieces_of_buffer(group, offsets(group), buffer, begin=0)
-    else:
+    else:  # torch's optimizer, which updates the model's own weights
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    yield _Piece(parameter, 0, parameter.detach().view(-1))
+                    yield _Piece(parameter, first=0, values=parameter.detach().view(-1))
 
 
 def _pieces_of_buffer(
@@ -223,7 +225,7 @@ def _pieces_of_buffer(
             values = partition.narrow(0, piece_begin - begin, piece_end - piece_begin)
         else:
             values = partition.narrow(0, 0, 0)  # empty: the parameter is in other ranks' partitions
-        yield _Piece(parameter, piece_begin - start, values)
+        yield _Piece(parameter, first=piece_begin - start, values=values)
 
 
 def _pieces_of_zero_3(parameters: list[Any], partition: Any) -> Iterator[_Piece]:
@@ -240,10 +242,10 @@ def _pieces_of_zero_3(parameters: list[Any], partition: Any) -> Iterator[_Piece]
     position = 0  # of the part in the buffer
     for parameter in parameters:
         part_length = parameter.partition_numel()
-        first = dist.get_rank(group=parameter.ds_process_group) * part_length
+        first = dist.get_rank(group=parameter.ds_process_group) * part_length  # of this rank's part
         length = max(0, min(part_length, parameter.ds_numel - first))  # without padding
         values = partition.narrow(0, position, length)
-        yield _Piece(parameter, min(first, parameter.ds_numel), values)
+        yield _Piece(parameter, first=min(first, parameter.ds_numel), values=values)
         position += part_length
 
 

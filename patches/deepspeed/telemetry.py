@@ -92,6 +92,7 @@ def _report_sizes(call, instance):
 
 
 def _stage(engine: Any) -> Stage:
+    """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight."""
     import deepspeed
 
     module = engine.module

@@ -130,7 +130,7 @@ def _two_level_all_reduce_of(group: Any, size: int) -> Any:
                 "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's "
                 "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
                 "--holmes-overlap on")
-        _two_level_all_reduces[group] = two_level_for(group, size, reduction)
+        _two_level_all_reduces[group] = two_level_for(group, size, reduction)  # makes process groups
     return _two_level_all_reduces[group]
 
 
@@ -196,6 +196,7 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
         if crossing:
             return f"{text}; zero_hpz_partition_size {hpz_size} crosses in the backward pass too: {crossing}"
         return text
+    # Suggest groups that fit into each cluster.
     smallest_cluster = min(map(len, clusters.values()))  # ranks
     if smallest_cluster < 2:
         return text

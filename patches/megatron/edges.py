@@ -400,7 +400,7 @@ def wires_of(config: Any) -> dict[int, Wire]:
     for neighbour, link_index in ((next_stage, stage), (previous_stage, stage - 1)):
         link = stage_links[link_index % len(stage_links)]  # index -1 is the last link, to the first stage
         # With sequence parallelism the tensor-parallel ranks have different slices already.
-        parts = 1 if config.sequence_parallel else link.slices
+        parts = 1 if config.sequence_parallel else link.slices  # into which an activation is cut
         compression = link.narrow  # "off", "bf16" or "int8"
         if parts == 1 and compression == "off":
             continue

@@ -161,10 +161,11 @@ def _slots(experts: Any, count: int) -> list[list[Any]] | None:
     # TEGroupedMLP: one module with the parameters of all experts, such as weight3.
     slots: list[list[Any]] = [[] for _ in range(count)]
     for name, parameter in experts.named_parameters():
-        match = _GROUPED.match(f".{name}")
+        match = _GROUPED.match(f".{name}")  # the pattern needs a dot before "weight3"
         if match is None:
             return None
-        slots[int(match[2])].append(parameter)
+        slot = int(match[2])  # the number at the end of the name
+        slots[slot].append(parameter)
     return slots
 
 

@@ -75,7 +75,8 @@ def _reduce_as_planned(current, call, instance):
     group = _reduction_group(arguments)
     ranks = group_ranks(group)
     backend = backend_of(group)
-    planned = current.stages(sizes, backend)[sizes.stage(current.rank)]  # this stage's reduction
+    stage = sizes.stage(current.rank)
+    planned = current.stages(sizes, backend)[stage]  # how the plan reduces the gradients of this stage
     network = current.fabric_of(ranks, backend)  # None: inside one node, or the backend chooses it
     if not planned.overlap or network is None:
         return call()
@@ -90,7 +91,8 @@ def _reduce_as_planned(current, call, instance):
     parameter_count = sum(p.numel() for p in arguments["module"].parameters() if p.requires_grad)
     gradient_bytes = 4 * parameter_count  # in float32
     bucket_bytes = current.reduction(ranks, backend, gradient_bytes).bucket_bytes
-    _set_overlap_and_buckets(ddp_config, elements=max(1, bucket_bytes // 4), rank_count=len(ranks))
+    bucket_elements = max(1, bucket_bytes // 4)
+    _set_overlap_and_buckets(ddp_config, bucket_elements, rank_count=len(ranks))
     overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)  # _set_overlap_... sets it
     if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
