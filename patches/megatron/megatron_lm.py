@@ -131,15 +131,16 @@ def _compare_plans(current, call, instance, checkpoint_args):
     except AssertionError as error:
         # told_once() makes only one rank print the error.
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
-    saved_digest = getattr(checkpoint_args, "holmes_plan_digest", None)  # None: saved without holmes
-    has_other_plan = saved_digest is not None and saved_digest != current.plan.digest
-    if has_other_plan:
-        saved_layers = _describe_layers(getattr(checkpoint_args, "holmes_stage_layers", ()))
-        own_layers = _describe_layers(current.plan.stage_layers)
-        plans = (f"{saved_digest[:8]}, layers for each stage: {saved_layers}; "
-                 f"here {current.plan.digest[:8]}, {own_layers}")
-        tell(current,
-             f"the checkpoint was saved under another plan ({plans}); it loads where the layers match")
+    saved_digest = getattr(checkpoint_args, "holmes_plan_digest", None)
+    if saved_digest is None:  # saved without holmes
+        return result
+    if saved_digest == current.plan.digest:
+        return result
+    saved_layers = _describe_layers(getattr(checkpoint_args, "holmes_stage_layers", ()))
+    own_layers = _describe_layers(current.plan.stage_layers)
+    plans = (f"{saved_digest[:8]}, layers for each stage: {saved_layers}; "
+             f"here {current.plan.digest[:8]}, {own_layers}")
+    tell(current, f"the checkpoint was saved under another plan ({plans}); it loads where the layers match")
     return result
 
 
