@@ -120,10 +120,14 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
         except (ValueError, KeyError, TypeError):
             way_out = "remove it if the checkpoint's split is stock DeepSpeed's"
             raise HolmesError(f"{record}: damaged; {way_out}") from None
-    file_count = len(list(folder.glob("mp_rank_*_model_states.pt")))  # one for each stage and tensor rank
-    if file_count != module.num_stages * tensor:
-        return Split(parts=(), tensor=0, files=file_count)
-    parts = stock_parts.get(module, module.parts)  # stock_parts has DeepSpeed's own, if they were replaced
+    # DeepSpeed saves one model file for each pipeline stage and tensor-parallel rank.
+    saved_files = len(list(folder.glob("mp_rank_*_model_states.pt")))
+    files_of_this_job = module.num_stages * tensor
+    if saved_files != files_of_this_job:
+        return Split(parts=(), tensor=0, files=saved_files)  # only the number is known
+    # module.parts has the first layer of each stage. If holmes has replaced DeepSpeed's own values there,
+    # stock_parts has kept these.
+    parts = stock_parts.get(module, module.parts)
     return Split(parts=tuple(map(int, parts)), tensor=tensor)
 
 
@@ -176,13 +180,14 @@ def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
         parts: Index of the first layer of each stage, and then the number of layers.
     """
     names = [class_name(spec) for spec in module._layer_specs]
-    block_class = most_frequent(names)
+    block_class = most_frequent(names)  # the class of the transformer blocks
     if block_class is None:
         return []
     layers = [names[start:end].count(block_class) for start, end in zip(parts, parts[1:])]
     if not all(layers):  # a stage without blocks
         return []
-    if borders_of(names, layers, source="") != list(parts):
+    planned_parts = borders_of(names, layers, source="")  # the stages that a plan with these numbers makes
+    if planned_parts != list(parts):
         return []
     return layers
 
@@ -214,10 +219,11 @@ def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only
         RemoteError: On other ranks, the splits differ. Only rank 0 prints the message.
     """
     module = instance.module
-    folder = Path(load_dir, str(tag_of(load_dir, tag)))
     is_pipeline = hasattr(module, "parts")
-    if load_module_only or not is_pipeline or instance.load_universal_checkpoint():
-        return call()  # DeepSpeed's load_checkpoint, which works with any split in these cases
+    works_with_any_split = load_module_only or not is_pipeline or instance.load_universal_checkpoint()
+    if works_with_any_split:
+        return call()  # DeepSpeed's load_checkpoint
+    folder = Path(load_dir, str(tag_of(load_dir, tag)))  # tag_of() also reads the file `latest`
     if not folder.is_dir():
         return call()  # DeepSpeed reports the missing folder
 
@@ -226,7 +232,7 @@ def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only
     if saved == own_split:
         return call()
     if current.rank != 0:
-        raise RemoteError("rank 0 says which split")
+        raise RemoteError("rank 0 says which split")  # ends this rank without a message
     raise HolmesError(
         f"{folder} was saved with {saved}, this job has {own_split}, and DeepSpeed's native checkpoints "
         f"do not load under another split; {ways_out(folder, saved, own_split, module)}"

@@ -91,7 +91,8 @@ def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
     if not isinstance(flight, ListedOrder):
         return None
     # A ListedOrder lists every pass (--holmes-passes auto), and may split a backward pass into two.
-    if engine.zero_optimization() and not engine.using_bf16_optimizer:
+    uses_zero_optimizer = engine.zero_optimization() and not engine.using_bf16_optimizer
+    if uses_zero_optimizer:
         return "ZeRO's optimizer takes each gradient once, --holmes-passes auto makes them in two passes"
     planned_count = flight.schedule.micro_batches
     if engine.micro_batches != planned_count:
@@ -120,6 +121,7 @@ def _make_mailbox(current, call, instance, grid):
     # first. Two stages therefore appear in both orders, and a single stage is paired with itself.
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
     stage_of_rank = {grid.stage_to_global(stage_id=stage): stage for stage in range(grid.pipe_parallel_size)}
+    # of_pairs() makes the process groups. They get the settings of the group `pipeline`, such as the timeout.
     _mailbox = of_pairs(pairs, current.rank, stages=stage_of_rank, pipeline=dist.group.WORLD)
     # p2p.py uses these groups for blocking transfers while the mailbox is idle, as in evaluation.
     groups_by_peer.update(_mailbox.by_peer)
@@ -144,8 +146,8 @@ def _through_mailbox(direction, call, tensor, stage, async_op):
     call.refuse_unread_arguments()  # raise if a later DeepSpeed passes arguments that are not listed above
     from deepspeed.runtime.pipe import p2p
 
-    peer = p2p._grid.stage_to_global(stage_id=stage)
-    transfer = getattr(mailbox, direction)
+    peer = p2p._grid.stage_to_global(stage_id=stage)  # rank on the neighbouring stage
+    transfer = getattr(mailbox, direction)  # Mailbox.send or Mailbox.recv
     return transfer(tensor, peer)
 
 
@@ -166,12 +168,13 @@ def _wire_to(stage: int) -> Wire:
     # The plan lists the edges, the connections between neighbouring stages. Entry i is the edge between
     # stages i and i + 1. With more than two stages, the last entry is the edge from the last stage to the
     # first. With two stages there is one entry.
-    if abs(own_stage - stage) == 1:
-        index = min(own_stage, stage)
-    else:
-        index = grid.pipe_parallel_size - 1
     planned_edges = current.plan_for(grid_sizes(current, grid)).traffic_of(network_api).edges
-    planned = planned_edges[index % len(planned_edges)]
+    is_adjacent = abs(own_stage - stage) == 1
+    if is_adjacent:
+        index = min(own_stage, stage)
+    else:  # the first and the last stage
+        index = len(planned_edges) - 1
+    planned = planned_edges[index]
     return Wire(narrow=planned.narrow, edge=f"stage {own_stage}'s edge to stage {stage}")
 
 
@@ -220,7 +223,8 @@ def _announce_shapes(call, instance, buffer, recv_stage):
     _mailbox.announce((), peer)  # no shapes: the mailbox checks nothing that _send_tensor_meta itself sends
     result = call()  # DeepSpeed's _send_tensor_meta
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
-    _mailbox.announce([form_of(tensor) for tensor in tensors], peer)
+    activation_forms = [form_of(tensor) for tensor in tensors]  # shape and dtype of each
+    _mailbox.announce(activation_forms, peer)
     return result
 
 
@@ -269,7 +273,8 @@ def _schedule_class() -> type:
             self.weight_gradients = WeightGradients()  # used in W passes only
             self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
             # For each micro-batch: how many gradients the previous stage had received when it sent the
-            # activation of that micro-batch, i.e. its B or I passes before the F pass.
+            # activation of that micro-batch. before() counts its backward passes (letters B and I) before
+            # each forward pass (letter F). The method steps() reads the result.
             previous_order = flight.order(self.stage_id - 1, self.micro_batches) if self.stage_id > 0 else ()
             self.gradients_received_above = before(previous_order, "BI", "F")
 
@@ -302,7 +307,8 @@ def _schedule_class() -> type:
                     self.mailbox.passed("F", micro_batch)  # post the receives that are due after this pass
                     if self.stage_id > 0:
                         gradients_received = self.gradients_received_above[micro_batch]
-                        self.mailbox.arrived("B", gradients_received - 1)  # release gradients up to this one
+                        last_received = gradients_received - 1  # micro-batches are counted from 0
+                        self.mailbox.arrived("B", last_received)  # release gradients up to this one
                 elif letter == "W":  # gradients of the weights only
                     self.mailbox.unit = ("B", micro_batch)
                     self._compute_weight_gradients(micro_batch)
@@ -407,7 +413,7 @@ def _exec_schedule(current, call, instance, pipe_schedule):
         return call()  # DeepSpeed's _exec_schedule, with DeepSpeed's own schedule
     plan = current.plan_for(grid_sizes(current, instance.grid))
     flight = flight_of(plan, network_api_of(backend_of()))  # the planned order of passes
-    if not flight:
+    if not flight:  # the plan keeps DeepSpeed's schedule
         return call()
     reason = unsupported(instance, flight)
     if reason:

@@ -102,12 +102,12 @@ class Bf16Gradients(PlainGradients):
     @contextmanager
     def last_backward(self) -> Iterator[None]:
         self.added.clear()
-        before = self.optimizer.immediate_grad_update
+        previous_setting = self.optimizer.immediate_grad_update
         self.optimizer.immediate_grad_update = True  # with it, update_hp_grads does nothing
         try:
-            yield
+            yield  # here the last backward pass runs
         finally:
-            self.optimizer.immediate_grad_update = before
+            self.optimizer.immediate_grad_update = previous_setting
         # Add the gradients that were not sent during the pass, too. ReduceTiedGrads reads the float32 sums of
         # tied weights.
         for i, group in enumerate(self.optimizer.bf16_groups):
@@ -142,12 +142,18 @@ class ZeroGradients(PlainGradients):
         """
         from torch.distributed import get_process_group_ranks
 
-        optimizer, i = self.optimizer, self.positions[id(parameter)]
+        optimizer = self.optimizer
+        group = self.positions[id(parameter)]  # index of the parameter group
         key = optimizer.get_param_id(parameter)
-        ranks = get_process_group_ranks(optimizer.real_dp_process_group[i])
-        parts, offsets = optimizer.param_to_partition_ids[i][key], optimizer.grad_start_offset[i]
-        # int(): DeepSpeed stores some of these offsets as floats.
-        starts = sorted((int(offsets[part][key]), ranks[part]) for part in parts)
+        ranks = get_process_group_ranks(optimizer.real_dp_process_group[group])
+        partitions = optimizer.param_to_partition_ids[group][key]  # those with elements of the parameter
+        # Partition -> parameter -> the first element of the parameter that is in the partition.
+        first_elements = optimizer.grad_start_offset[group]
+        starts = []  # (first element, rank) of each partition
+        for partition in partitions:
+            first = int(first_elements[partition][key])  # DeepSpeed stores some of them as floats
+            starts.append((first, ranks[partition]))
+        starts.sort()
         ends = [start for start, _ in starts[1:]] + [parameter.numel()]
         return [(end - start, rank) for (start, rank), end in zip(starts, ends)]
 
@@ -165,11 +171,13 @@ class ZeroGradients(PlainGradients):
         # The functions that reduce: with DeepSpeed's setting contiguous_gradients, and without it.
         names = ("average_tensor", "buffered_reduce_fallback")
         for name in names:
+            # An attribute of the object hides the method of its class.
             setattr(self.optimizer, name, lambda *args, **kwargs: None)
         try:
+            # As in DeepSpeed's _exec_reduce_grads: the gradients of all micro-batches are complete.
             self.engine._force_grad_boundary = True
             self.engine.allreduce_gradients()
         finally:
             self.engine._force_grad_boundary = False
             for name in names:
-                delattr(self.optimizer, name)
+                delattr(self.optimizer, name)  # the method of the class is in effect again

@@ -67,12 +67,12 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
     from deepspeed.accelerator import get_accelerator
 
     return training.FrameworkAdapter(
-        "DeepSpeed",
-        lambda: _weights(engine),
-        lambda: get_accelerator().current_device_name(),
-        lambda: _update_model_weights(engine),
-        {"sizes": _sizes(engine)},  # must be the same in all joined jobs
-        lambda settings: refusal(engine, settings),
+        name="DeepSpeed",
+        weights=lambda: _weights(engine),
+        device=lambda: get_accelerator().current_device_name(),
+        written=lambda: _update_model_weights(engine),  # called after the outer training changed weights
+        agreed={"sizes": _sizes(engine)},  # must be the same in all joined jobs
+        refusal=lambda settings: refusal(engine, settings),
     )
 
 
@@ -97,9 +97,10 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
     if engine.zero_hpz_partition_size() > 1:
         return "hpZ (zero_hpz_partition_size) is not supported"
     is_known_optimizer = isinstance(optimizer, Optimizer) or kind in _KINDS
-    if not hasattr(optimizer, "param_groups") or not is_known_optimizer:
+    if not is_known_optimizer or not hasattr(optimizer, "param_groups"):
         return f"its optimizer {kind} is not supported"
     has_tied_layers = bool(getattr(engine.module, "tied_comms", None))
+    # A weight can have copies on several stages or ranks. Not all settings keep the copies equal.
     return training.refusal_of_copies(settings, _sizes(engine), has_tied_layers)
 
 
@@ -108,14 +109,26 @@ _AXES = {"pipe": ("get_pipe_parallel", "get_pipeline_model_parallel"),
          "model": ("get_slice_parallel", "get_tensor_model_parallel", "get_model_parallel")}
 
 
-def _of_axis(engine: Any, axis: str, what: str, otherwise: int) -> int:
-    grid = getattr(engine, "grid", None) or engine.mpu
-    names = [name for prefix in _AXES[axis] if hasattr(grid, name := f"{prefix}_{what}")]
-    return int(getattr(grid, names[0])()) if names else otherwise
+def _call_grid(engine: Any, axis: str, suffix: str, default: int) -> int:
+    """Return the size or the rank of this process on the axis "pipe" or "model" (tensor-parallel).
+
+    Args:
+        suffix: "world_size" or "rank": how the method of the grid or mpu ends.
+        default: The result if neither has such a method.
+    """
+    grid = getattr(engine, "grid", None) or engine.mpu  # engine.grid: of a pipeline engine
+    for prefix in _AXES[axis]:
+        method = getattr(grid, f"{prefix}_{suffix}", None)
+        if method is not None:
+            return int(method())
+    return default
 
 
 def _sizes(engine: Any) -> dict[str, int]:
-    return dict(zip(("pipeline", "tensor"), (_of_axis(engine, axis, "world_size", 1) for axis in _AXES)))
+    return {
+        "pipeline": _call_grid(engine, "pipe", "world_size", default=1),
+        "tensor": _call_grid(engine, "model", "world_size", default=1),
+    }
 
 
 def _weights(engine: Any) -> training.WeightShards:
@@ -125,8 +138,8 @@ def _weights(engine: Any) -> training.WeightShards:
     parameters that the ranks of this pipeline stage and tensor-parallel position update together.
     """
     name_of = {parameter: name for name, parameter in engine.module.named_parameters()}
-    updated = set()
-    parts = []
+    updated = set()  # parameters that the ranks of this position update together
+    parts = []  # (name, index of the first element in the parameter, view of the elements)
     addresses = []  # (view, address of its first element)
     for piece in _pieces(engine.optimizer):
         updated.add(piece.parameter)
@@ -138,13 +151,16 @@ def _weights(engine: Any) -> training.WeightShards:
         for parameter, name in name_of.items()
         if parameter in updated
     ]
-    pipeline, tensor = (_of_axis(engine, axis, "rank", 0) for axis in _AXES)
+    pipeline = _call_grid(engine, "pipe", "rank", default=0)
+    tensor = _call_grid(engine, "model", "rank", default=0)
 
     def has_moved() -> bool:
         """Return whether DeepSpeed has moved the weights to other memory since this result was made."""
         return any(view.data_ptr() != address for view, address in addresses)
 
-    return training.WeightShards(f"pipeline {pipeline}, tensor {tensor}", tensors, parts, has_moved)
+    return training.WeightShards(
+        position=f"pipeline {pipeline}, tensor {tensor}", tensors=tensors, parts=parts, moved=has_moved
+    )
 
 
 class _Piece(NamedTuple):
@@ -169,23 +185,25 @@ def _pieces(optimizer: Any) -> Iterator[_Piece]:
         groups = zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups)
         for i, (group, partition) in enumerate(groups):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
-            yield from _pieces_of_buffer(group, starts_of_groups[i], partition, rank * partition.numel())
+            begin = rank * partition.numel()  # the partitions of all ranks have the same size
+            yield from _pieces_of_buffer(group, starts_of_groups[i], partition, begin)
     elif kind == "BF16_Optimizer":
         groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
         for i, (group, partition) in enumerate(groups):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
-            yield from _pieces_of_buffer(group, offsets(group), partition, rank * partition.numel())
+            begin = rank * partition.numel()
+            yield from _pieces_of_buffer(group, offsets(group), partition, begin)
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
         for group, partition in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat):
             yield from _pieces_of_zero_3(group, partition)
     elif kind == "FP16_Optimizer":
         for group, buffer in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat):
             yield from _pieces_of_buffer(group, offsets(group), buffer, begin=0)
-    else:
+    else:  # torch's optimizer, which updates the model's own weights
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    yield _Piece(parameter, 0, parameter.detach().view(-1))
+                    yield _Piece(parameter, first=0, values=parameter.detach().view(-1))
 
 
 def _pieces_of_buffer(
@@ -200,13 +218,14 @@ def _pieces_of_buffer(
     """
     end = begin + partition.numel()
     for parameter, start in zip(parameters, starts):
+        # The overlap of parameter and partition, as indices in the buffer.
         piece_begin = max(start, begin)
         piece_end = min(start + parameter.numel(), end)
         if piece_begin < piece_end:
             values = partition.narrow(0, piece_begin - begin, piece_end - piece_begin)
         else:
             values = partition.narrow(0, 0, 0)  # empty: the parameter is in other ranks' partitions
-        yield _Piece(parameter, piece_begin - start, values)
+        yield _Piece(parameter, first=piece_begin - start, values=values)
 
 
 def _pieces_of_zero_3(parameters: list[Any], partition: Any) -> Iterator[_Piece]:
@@ -223,10 +242,10 @@ def _pieces_of_zero_3(parameters: list[Any], partition: Any) -> Iterator[_Piece]
     position = 0  # of the part in the buffer
     for parameter in parameters:
         part_length = parameter.partition_numel()
-        first = dist.get_rank(group=parameter.ds_process_group) * part_length
+        first = dist.get_rank(group=parameter.ds_process_group) * part_length  # of this rank's part
         length = max(0, min(part_length, parameter.ds_numel - first))  # without padding
         values = partition.narrow(0, position, length)
-        yield _Piece(parameter, min(first, parameter.ds_numel), values)
+        yield _Piece(parameter, first=min(first, parameter.ds_numel), values=values)
         position += part_length
 
 
@@ -238,7 +257,7 @@ def _update_model_weights(engine: Any) -> None:
     optimizer = engine.optimizer
     kind = type(optimizer).__name__
     if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
-        optimizer.update_lp_params()
+        optimizer.update_lp_params()  # copies the float32 weights, and gathers all partitions
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
         # As in the optimizer's step(): a parameter that is still gathered would not be gathered again.
         optimizer._partition_all_parameters()
@@ -247,7 +266,7 @@ def _update_model_weights(engine: Any) -> None:
         persistent = optimizer.persistent_parameters  # small ones, which stay gathered
         if persistent:
             persistent[0].all_gather(persistent)
-    elif kind == "FP16_Optimizer":
+    elif kind == "FP16_Optimizer":  # each rank has all float32 weights
         for piece in _pieces(optimizer):
             piece.parameter.data.copy_(piece.values.view(piece.parameter.shape))
 
@@ -280,7 +299,7 @@ def _load(call, instance, load_dir, tag):
     trains_alone = not training.asked()  # without the option --holmes-join
     if loaded_nothing or trains_alone:
         return path, client_state
-    file = _file(load_dir, tag_of(load_dir, tag), instance)
+    file = _file(load_dir, tag_of(load_dir, tag), instance)  # that _save has written for this rank
     if file.exists():
         import torch
 

@@ -4,8 +4,7 @@ DeepSpeed's runtime/pipe/p2p.py sends activations and gradients over the process
 group). If a job spans several clusters, that group uses Ethernet, even between two nodes of one cluster. Here
 a pair of neighbouring stages gets its own process group if its nodes share a faster network:
 
-    stage 0 --- stage 1 === stage 2 --- stage 3        --- inside a cluster: the pair's group, its fast
-    network
+    stage 0 --- stage 1 === stage 2 --- stage 3        --- inside a cluster: the pair's group, fast network
        cluster a      |        cluster b               === between clusters: the world group, Ethernet
 
 A second patch checks that DeepSpeed's pipeline and tensor-parallel sizes are those for which the job was
@@ -52,10 +51,12 @@ def _make_pair_groups(current, call, instance, grid):
     if registry().is_on(EDGES.name):  # the patches of edges.py, which make groups for all pairs
         return result
     world = range(current.plan.world_size)
-    neighbours = sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})  # pairs of ranks
+    # Pairs of ranks on neighbouring stages. All ranks need the same order to make groups.
+    neighbours = sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})
     # Pairs whose shared network is not that of all ranks.
     pairs = [pair for pair in neighbours if pair_needs_group(current.plan, pair, world, network_api)]
-    groups_by_peer.update(groups_of(pairs, current.rank, dist.group.WORLD))
+    new_groups = groups_of(pairs, current.rank, dist.group.WORLD)  # with the settings of the world group
+    groups_by_peer.update(new_groups)  # _over_pair_group sends over them
     return result
 
 
@@ -101,9 +102,9 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
     from deepspeed import comm
     from deepspeed.runtime.pipe import p2p
 
-    peer = p2p._grid.stage_to_global(stage_id=stage)
+    peer = p2p._grid.stage_to_global(stage_id=stage)  # rank on the neighbouring stage
     if async_op or peer not in groups_by_peer:
-        return call()
+        return call()  # DeepSpeed's p2p.send or p2p.recv
     call.refuse_unread_arguments()  # raises if a later DeepSpeed passes arguments not listed above
     p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)  # DeepSpeed's functions check this first, too
     transfer = getattr(comm, direction)  # deepspeed.comm.send or deepspeed.comm.recv

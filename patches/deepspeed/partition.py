@@ -114,11 +114,12 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
         HolmesError: An entry is no int, there are not stages + 1, or they do not rise from 0 to specs.
     """
     problem = ""
-    if not all(type(border) is int for border in borders):
+    are_ints = all(type(border) is int for border in borders)  # type(): a bool is no border
+    if not are_ints:
         problem = "the borders must be whole numbers"
     elif len(borders) != stages + 1:
         problem = f"{len(borders)} borders for {stages} stages; give {stages + 1}, from 0 to {specs}"
-    elif [*borders] != sorted({0, specs, *borders}):
+    elif list(borders) != sorted({0, specs, *borders}):  # unsorted, or with duplicates, or without 0 or specs
         problem = f"the borders must rise from 0 to {specs}, the number of layers"
     if problem:
         raise HolmesError(f"partition_method {list(borders)}: {problem}")
@@ -154,9 +155,9 @@ def _partition_layers(call, instance, method):
         return result
     plan = current.plan
     if len(plan.stage_layers) != instance.num_stages:
-        key = f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages"
+        planned = f"{plan.source}: key 'stage_layers' has {len(plan.stage_layers)} stages"
         raise HolmesError(
-            f"{key}, but the module has {instance.num_stages}; make the plan for this pipeline size"
+            f"{planned}, but the module has {instance.num_stages}; make the plan for this pipeline size"
         )
     borders = borders_of([class_name(spec) for spec in specs], plan.stage_layers, plan.source)
     stock_parts[instance] = instance.parts  # DeepSpeed's borders; read when a checkpoint is loaded

@@ -49,14 +49,14 @@ def labels_of(module: Any) -> list[str | int]:
     Raises:
         HolmesError: The model has no transformer blocks, only functions and tied layers.
     """
-    names = [class_name(spec) for spec in module._layer_specs]
-    block_class = most_frequent(names)
+    names = [class_name(spec) for spec in module._layer_specs]  # None for functions and tied layers
+    block_class = most_frequent(names)  # the class of the transformer blocks
     if block_class is None:
         raise HolmesError(
             "--holmes-profile: no layer class of the model repeats: nothing to measure layer by layer")
     block_indices = [index for index, name in enumerate(names) if name == block_class]
     labels: list[str | int] = []
-    block_number = -1
+    block_number = -1  # of the latest block; -1: before the first one
     for index, name in enumerate(names):
         if name == block_class:
             block_number += 1
@@ -106,7 +106,8 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
     from torch.nn import Module
 
     prof = profiler(steps)
-    labelled_modules = [item for item in own_layers(engine.module) if isinstance(item[1], Module)]
+    labelled_modules = [(label, layer) for label, layer in own_layers(engine.module)
+                        if isinstance(layer, Module)]  # functions take no hooks
     prof.watch(labelled_modules)  # adds hooks that time each module
 
     timed_kinds = dict(KINDS)  # name of an instruction -> kind of work
@@ -132,15 +133,15 @@ def _train_batch(current, call, instance):
     The option --holmes-profile sets how many steps are measured. After the last of them, the profiler is
     removed, so that later steps run at full speed, and the profile is written.
     """
-    if instance not in _profilers:
+    if instance not in _profilers:  # the first step
         _profilers[instance] = _start_profiler(instance, current.options.profile_steps)
     prof = _profilers[instance]
     if prof is None:  # the profile has been written
         return call()  # DeepSpeed's train_batch
     with prof.step():
         result = call()
-    if prof.finished:
-        _profilers[instance] = None
+    if prof.finished:  # this was the last measured step
+        _profilers[instance] = None  # later steps are not measured
         prof.release()  # removes the hooks from the layers
         del instance._INSTRUCTION_MAP  # the copy with timed functions; the class has the original table
         _write_profile(current, instance, prof)

@@ -5,9 +5,8 @@ Gradients become final one after another during that pass. Here they are collect
 is sent when all its gradients are final. The end of a step, in the engine's instructions:
 
     BackwardPass        of the last micro-batch: buckets 0, 1, 2, ... are sent
-    ReduceTiedGrads     gradients of weights that two stages share are summed over these stages, as in
-    DeepSpeed ReduceGrads         these gradients are sent in the last bucket; then the stage waits for all
-    buckets.
+    ReduceTiedGrads     As in DeepSpeed: gradients of weights that two stages share are summed over the two.
+    ReduceGrads         These gradients are sent in the last bucket. Then the stage waits for all buckets.
                         DeepSpeed would reduce all gradients here.
     OptimizerStep
 
@@ -86,9 +85,11 @@ class _Overlap:
         self.source = gradients_of(engine)  # knows which gradients the optimizer reads
         self.reducer: Any = None  # a GradientReducer, which sends the buckets; made by prepare()
         self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
+        # In the single queue, buckets would delay the backward pass and thereby the stages before this one.
         one_queue = engine.device.type == "cuda" and one_hardware_queue() and engine.num_stages > 1
         self.holds = one_queue and engine.stage_id > 0  # whether buckets wait for the end of the pass
-        if one_queue and (current := session.active()):
+        current = session.active()  # None if this process was started without holmes
+        if one_queue and current is not None:
             tell(current, _ONE_QUEUE, once=True)
 
     @property
@@ -112,9 +113,10 @@ class _Overlap:
             if parameter.requires_grad and parameter.numel() and source.reduces(parameter)
         ]
         if self.reducer is not None:
-            if self.reducer.covers(parameter for _, parameter in trained):
+            is_same_set = self.reducer.covers(parameter for _, parameter in trained)
+            if is_same_set:
                 return
-            self.reducer.close()
+            self.reducer.close()  # other parameters are trained now
         tied_weights = [weight for weight, _ in engine.module.get_tied_weights_and_groups()]
         self.reducer = GradientReducer(
             trained,
@@ -143,17 +145,20 @@ def overlap_of(engine: Any) -> _Overlap | None:
     if engine in _overlaps:
         return _overlaps[engine]
     current = session.active()  # has plan and options; None if this process was started without holmes
-    wanted = [engine.is_data_parallel] * engine.num_stages  # for each stage
+    # For each stage, whether it is to overlap. A stage without data parallelism reduces nothing.
+    wanted = [engine.is_data_parallel] * engine.num_stages
     if current is not None and engine.is_data_parallel:
         stages = current.stages(grid_sizes(current, engine.grid), backend_of())
         wanted = [reduction.overlap for reduction in stages]
     reason = _reason_against_overlap(engine, current) if any(wanted) else None
-    if reason and current is not None and "overlap" in current.options.required_features:
-        what = "DeepSpeed's gradient reduction cannot be overlapped"
-        raise HolmesError(f"--holmes-require overlap: {what}: {reason}")
-    if reason and engine.global_rank == 0:
-        tell_user(f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}")
+    if reason:
+        if current is not None and "overlap" in current.options.required_features:
+            problem = "DeepSpeed's gradient reduction cannot be overlapped"
+            raise HolmesError(f"--holmes-require overlap: {problem}: {reason}")
+        if engine.global_rank == 0:
+            tell_user(f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}")
     is_overlapped = wanted[engine.stage_id] and not reason
+    # A proxy, because a value that refers to its key would keep the engine in the WeakKeyDictionary for ever.
     _overlaps[engine] = _Overlap(weakref.proxy(engine)) if is_overlapped else None
     return _overlaps[engine]
 
@@ -223,9 +228,10 @@ def _send_held_buckets(call, instance):
     share, are summed with the other stage. This stage may have to wait for it, and the gradients that are
     sent here travel in that time.
     """
-    overlap = _overlaps.get(instance)
+    overlap = _overlaps.get(instance)  # None if DeepSpeed's own reduction is used
+    # armed: _run_backward has started the reduction of this batch, which has not ended yet
     if overlap is not None and overlap.armed:
-        overlap.reducer.release()
+        overlap.reducer.release()  # sends the gradients that were held back
     return call()  # DeepSpeed's _exec_reduce_tied_grads
 
 
@@ -237,6 +243,7 @@ def _finish_reduction(call, instance):
     weights are still sent here: the instruction before has summed them over their stages.
     """
     overlap = _overlaps.get(instance)
+    # armed: _run_backward has started the reduction of this batch, which has not ended yet
     if overlap is None or not overlap.armed:
         return call()  # DeepSpeed's own reduction
     call.refuse_unread_arguments()  # raises if a later DeepSpeed passes arguments not listed above

@@ -46,13 +46,13 @@ def _tokens(engine: Any) -> int:
     integers in the shape [micro-batch size, sequence length].
     """
     try:
-        first = engine.pipe_buffers["inputs"][0]
+        first = engine.pipe_buffers["inputs"][0]  # the inputs of a micro-batch
         tensor = first[0] if isinstance(first, (tuple, list)) else first
         is_token_numbers = tensor.dim() == 2 and not tensor.is_floating_point()
         if not is_token_numbers or not engine.is_first_stage():
             return 0
         sequence_length = tensor.shape[1]
-        return engine.train_batch_size() * sequence_length
+        return engine.train_batch_size() * sequence_length  # the batch size counts samples of all ranks
     except (AttributeError, KeyError, IndexError, TypeError):
         return 0  # the input is something else; telemetry must not stop the training
 
@@ -92,9 +92,11 @@ def _report_sizes(call, instance):
 
 
 def _stage(engine: Any) -> Stage:
+    """Describe this rank's pipeline stage, for the decision how many micro-batches are in flight."""
     import deepspeed
 
-    module, grid = engine.module, engine.grid
+    module = engine.module
+    grid = engine.grid
     try:
         layers = own_layers(module)
     except HolmesError:
@@ -102,8 +104,14 @@ def _stage(engine: Any) -> Stage:
         # stage.
         layers = [(engine.stage_id, layer) for layer in module.forward_funcs]
     stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(engine.num_stages)}
-    return Stage(f"deepspeed {deepspeed.__version__}", engine.stage_id, grid.model_parallel_size,
-                 engine.micro_batches, gradient_bytes(layers), stages)
+    return Stage(
+        framework=f"deepspeed {deepspeed.__version__}",
+        stage=engine.stage_id,
+        tensor=grid.model_parallel_size,
+        micro_batches=engine.micro_batches,
+        gradient_bytes=gradient_bytes(layers),
+        stages=stages,  # rank -> stage, for one rank of each stage
+    )
 
 
 @with_session
@@ -121,8 +129,11 @@ def _exec_schedule(current, call, instance, pipe_schedule):
 
     if not registry().is_on(EDGES.name):  # the patches of edges.py
         return call()  # DeepSpeed's _exec_schedule
-    network_api = network_api_of(backend_of())  # None if the backend is neither gloo nor NCCL
-    if not network_api or type(pipe_schedule) is not TrainSchedule or unsupported(instance):
+    network_api = network_api_of(backend_of())
+    if not network_api:  # the backend is neither gloo nor NCCL
+        return call()
+    is_training = type(pipe_schedule) is TrainSchedule
+    if not is_training or unsupported(instance):  # unsupported(): why edges.py cannot replace the schedule
         return call()
     sizes = grid_sizes(current, instance.grid)
     lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).passes)

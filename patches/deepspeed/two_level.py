@@ -67,8 +67,9 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
         HolmesError: The two-level sum failed. The message has the bucket, the ranks and their network.
     """
     is_gradient = bool(_averaging.instances)  # true while DeepSpeed's functions that average a bucket run
-    if not is_gradient or session.active() is None:
-        return call()
+    holmes_is_off = session.active() is None
+    if not is_gradient or holmes_is_off:
+        return call()  # deepspeed.comm.all_reduce
     import torch.distributed as dist
 
     is_sum = getattr(op, "name", "") == "SUM"  # op is DeepSpeed's ReduceOp or torch's
@@ -80,7 +81,7 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     if two_level_all_reduce is None:
         return call()
     try:
-        two_level_all_reduce(tensor.view(-1)).wait()
+        two_level_all_reduce(tensor.view(-1)).wait()  # in place
     except RuntimeError as error:
         bucket = f"a bucket of {tensor.numel()} elements"
         ranks = group_ranks(group)
@@ -107,15 +108,20 @@ def _two_level_all_reduce_of(group: Any, size: int) -> Any:
     reduction = _planned_reductions.get(group)
     if reduction is None:
         reduction = planned(group)  # how the plan of the job reduces the gradients of this group
-        assert reduction is not None  # all callers have a session
+        assert reduction is not None  # it is None only while holmes is off
         _planned_reductions[group] = reduction
-    is_over_clusters = bool(reduction.clusters)
-    two_levels = is_over_clusters and size >= reduction.two_level_from
-    # Record how the gradients were reduced. A later check compares this with the plan. reported=True: the
-    # user knows already why the reduction does not overlap with the backward pass, because reduce.py prints
-    # it.
-    session.note_reduction(group_ranks(group), _reduction_for_engine(reduction), size, two_levels=two_levels,
-                           overlap=False, reported=True)
+    is_over_clusters = bool(reduction.clusters)  # the clusters of the ranks; empty if they are in one
+    is_large_enough = size >= reduction.two_level_from  # bytes
+    two_levels = is_over_clusters and is_large_enough
+    # Record how the gradients were reduced. A later check compares this with the plan.
+    session.note_reduction(
+        group_ranks(group),
+        _reduction_that_engine_can_run(reduction),
+        size,
+        two_levels=two_levels,
+        overlap=False,
+        reported=True,  # the user knows already why the reduction does not overlap: reduce.py prints it
+    )
     if not two_levels:
         return None
     if group not in _two_level_all_reduces:
@@ -124,11 +130,11 @@ def _two_level_all_reduce_of(group: Any, size: int) -> Any:
                 "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's "
                 "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
                 "--holmes-overlap on")
-        _two_level_all_reduces[group] = two_level_for(group, size, reduction)
+        _two_level_all_reduces[group] = two_level_for(group, size, reduction)  # makes process groups
     return _two_level_all_reduces[group]
 
 
-def _reduction_for_engine(reduction: Reduction) -> Reduction:
+def _reduction_that_engine_can_run(reduction: Reduction) -> Reduction:
     """Return the planned gradient reduction, without overlap if the engine is no pipeline engine.
 
     The plan assumes a pipeline engine, whose reduction may overlap with the backward pass. DeepSpeedEngine's
@@ -172,12 +178,16 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
     weight_bytes = float(sum(getattr(p, "ds_numel", p.numel()) * p.itemsize for p in parameters))
     # ZeRO 3 makes one gather for each module that has parameters of its own.
     gathers = sum(bool(module._parameters) for module in engine.module.modules())
-    forward_only = ShardedWeights(gathers, weight_bytes, weight_bytes, again=0)
+    # `again` is the part of the weights that the backward pass gathers over all ranks, too.
+    forward_only = ShardedWeights(
+        units=gathers, weight_bytes=weight_bytes, gradient_bytes=weight_bytes, again=0
+    )
     in_both_passes = replace(forward_only, again=1)
 
     # With ZeRO++'s zero_hpz_partition_size above 1, the backward pass gathers inside groups of this size.
     hpz_size = engine.zero_hpz_partition_size()
-    seconds = sharded_seconds(plan, ranks, forward_only if hpz_size > 1 else in_both_passes, network_api)
+    gathered_weights = forward_only if hpz_size > 1 else in_both_passes
+    seconds = sharded_seconds(plan, ranks, gathered_weights, network_api)
     text = (f"ZeRO 3 gathers {format_bytes(weight_bytes)} of weights across clusters {', '.join(clusters)} "
             f"in every micro-batch, {seconds:.3g} s of it (predicted)")
     if hpz_size > 1:
@@ -186,6 +196,7 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
         if crossing:
             return f"{text}; zero_hpz_partition_size {hpz_size} crosses in the backward pass too: {crossing}"
         return text
+    # Suggest groups that fit into each cluster.
     smallest_cluster = min(map(len, clusters.values()))  # ranks
     if smallest_cluster < 2:
         return text
@@ -218,8 +229,10 @@ def _all_reduce_tied(current, call, instance, tensor, group):
     tied_sum = tied_sum_of(group, sizes, tensor.device.type)  # None if the plan has no two-level sum for it
     if tied_sum is None or not tied_sum.takes(tensor):  # takes() refuses small and non-contiguous tensors
         return call()
+    # Each of the two stages has this many ranks, and each of them has the gradient of its own micro-batches.
+    # DeepSpeed averages over the ranks of a stage, and adds the two stages.
     data_parallel_size = tied_sum.twins
-    tied_sum(tensor, data_parallel_size)  # the two-level sum, divided by this size
+    tied_sum(tensor, data_parallel_size)  # in place: the two-level sum, divided by this size
 
 
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"

@@ -71,7 +71,6 @@ def read_by_version(name: str, holder: Any) -> Any:
         holder: The engine or optimizer that has the setting. _TABLE says which of them.
     """
     installed = release_of(installed_version("deepspeed") or "")
-    # From the newest to the oldest, those for the installed release.
-    readers = (reader for since, reader in reversed(_TABLE[name]) if Version(since) <= installed)
-    newest_reader = next(readers)
-    return newest_reader(holder)
+    newest_first = reversed(_TABLE[name])  # pairs (release, function that reads the setting from then on)
+    read_setting = next(reader for since, reader in newest_first if Version(since) <= installed)
+    return read_setting(holder)

@@ -77,13 +77,13 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     # The experts of a stage can have another grid: expert-parallel, tensor-parallel and data-parallel ranks.
     ranks_of_stage = sizes.data * sizes.tensor * sizes.context
     expert_tensor = arguments["expert_tensor_parallel_size"] or sizes.tensor
-    product = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {expert_tensor}"
+    expert_sizes = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {expert_tensor}"
     if ranks_of_stage % (expert_tensor * sizes.expert):
-        raise HolmesError(f"{product} does not divide the {ranks_of_stage} ranks of a stage")
+        raise HolmesError(f"{expert_sizes} does not divide the {ranks_of_stage} ranks of a stage")
     expert_data = ranks_of_stage // (expert_tensor * sizes.expert)
-    stages_are_contiguous = sizes.order.endswith("pp") or sizes.pipeline == 1
+    stages_are_contiguous = sizes.order.endswith("pp") or sizes.pipeline == 1  # in the order of the ranks
     if expert_data != sizes.data and not stages_are_contiguous:
-        raise HolmesError(f"order {sizes.order!r} does not end in pp: {product} must be tensor "
+        raise HolmesError(f"order {sizes.order!r} does not end in pp: {expert_sizes} must be tensor "
                           f"{sizes.tensor} x context {sizes.context}, or let pp stand last")
     return sizes
 
@@ -191,7 +191,7 @@ def drop_in(enable: Callable[..., None]):
     def initialize_model_parallel(*args, **kwargs):
         holmes_is_off = session.active() is None
         if holmes_is_off:
-            arguments = arguments_of(parallel_state.initialize_model_parallel, args, kwargs)
+            arguments = arguments_of(parallel_state.initialize_model_parallel, args, kwargs)  # by name
             _enable_after_init(arguments, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
@@ -355,6 +355,7 @@ def planned_layout(
     if own_split:  # the program's split is used
         if own_split != layout:
             text = f"your own ({own_split}) wins over the plan's ({'+'.join(map(str, plan.stage_layers))})"
+            # Print it on rank 0, only once for each `own_split`.
             tell(current, f"layers for each stage: {text}", once=f"layers {own_split}")
         return None
     entries = len(plan.stage_layers)
@@ -388,7 +389,7 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
     recomputes_units = config.recompute_granularity == "full" and config.recompute_method == "uniform"
     if cuts or not recomputes_units:
         return
-    unit = config.recompute_num_layers or 1
+    unit = config.recompute_num_layers or 1  # layers
     if any(layers % unit for layers in plan.stage_layers):
         split = "+".join(map(str, plan.stage_layers))
         raise _stage_layers_error(
@@ -429,10 +430,10 @@ def _set_planned_layers(current: session.Session, config: Any) -> None:
     stage_layers = current.plan.stage_layers
     if layout is not None:
         _set_split(current, config, layout)
-    # A program's own layout equals the plan's if megatron_lm.py has set the plan's in Megatron-LM's
+    # The program's own layout equals the plan's if megatron_lm.py has set the plan's in Megatron-LM's
     # arguments.
-    plan_is_used = stage_layers and layout_of(stage_layers, mtp_layers) in (layout, own_split)
-    if plan_is_used:
+    own_split_is_planned = bool(stage_layers) and own_split == layout_of(stage_layers, mtp_layers)
+    if layout is not None or own_split_is_planned:
         refuse_cut_units(current.plan, config, cuts=_last_unit_may_be_shorter())
 
 

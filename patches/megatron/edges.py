@@ -200,11 +200,11 @@ def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communi
     step = _new_step(model, num_microbatches, call.arguments())
     if step is None:
         return call()
-    _step = step
+    _step = step  # from here on, the other wrappers of this module use the mailbox
     try:
         result = call()
     finally:
-        _step = None
+        _step = None  # megatron-core sends its messages itself again
     step.mailbox.end()  # wait until all messages of the step have been sent
     return result
 
@@ -250,8 +250,9 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     # The mailbox calls wire_to(rank of a neighbour) for the Wire that encodes or decodes a message. PLAIN
     # leaves messages as they are.
     mailbox.wire_to = lambda peer: wires.get(peer, PLAIN)
-    mailbox.begin(receive_order, micro_batches, torch.empty(0, device=device))
-    return _Step(mailbox, receive_order, pipeline_group.rank(), config.pipeline_dtype, device)
+    mailbox.begin(receive_order, micro_batches, torch.empty(0, device=device))  # the device of its buffers
+    stage = pipeline_group.rank()
+    return _Step(mailbox, receive_order, stage, dtype=config.pipeline_dtype, device=device)
 
 
 def _planned_receive_order(
@@ -397,9 +398,9 @@ def wires_of(config: Any) -> dict[int, Wire]:
 
     wires = {}
     for neighbour, link_index in ((next_stage, stage), (previous_stage, stage - 1)):
-        link = stage_links[link_index % len(stage_links)]
+        link = stage_links[link_index % len(stage_links)]  # index -1 is the last link, to the first stage
         # With sequence parallelism the tensor-parallel ranks have different slices already.
-        parts = 1 if config.sequence_parallel else link.slices
+        parts = 1 if config.sequence_parallel else link.slices  # into which an activation is cut
         compression = link.narrow  # "off", "bf16" or "int8"
         if parts == 1 and compression == "off":
             continue
@@ -428,7 +429,8 @@ def _exchange(call, instance, group):
     from megatron.core import parallel_state
 
     wires = {}  # rank of a neighbour -> Wire, which encodes and decodes its messages
-    if group is parallel_state.get_pipeline_model_parallel_group():
+    is_pipeline_group = group is parallel_state.get_pipeline_model_parallel_group()
+    if is_pipeline_group:
         wires = wires_of(_running_communicators.instances[-1].config)
     arguments = call.arguments()
     encoded_arguments = {}  # name of an argument -> tensor to pass in its place
@@ -436,7 +438,7 @@ def _exchange(call, instance, group):
     sent_tensors = []
     for side in ("prev", "next"):
         wire = wires.get(arguments[f"{side}_pipeline_rank"])
-        if wire is None:
+        if wire is None:  # this neighbour exchanges whole tensors
             continue
         tensor_to_send = arguments[f"tensor_send_{side}"]
         if tensor_to_send is not None:

@@ -52,9 +52,9 @@ def _layer_numbered(call, instance):
     path = current.options.experts
     placement = _load(path)  # cached: all layers read the same file
     order = placement.of(instance.layer_number)
-    if order is not None:
+    if order is not None:  # None: the file does not place the experts of this layer
         place(instance, order, placement, path)
-        instance.holmes_placed = True
+        instance.holmes_placed = True  # read above, if the number is set again
 
 
 def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str) -> None:
@@ -76,12 +76,13 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
     import torch.distributed as dist
 
     ranks = dist.get_world_size(layer.ep_group)
-    per_rank = layer.num_local_experts
-    slots = _slots(layer.experts, per_rank)
+    experts = ranks * layer.num_local_experts
+    slots = _slots(layer.experts, layer.num_local_experts)  # the parameters in each slot of this rank
     where = f"{path}, MoE layer {layer.layer_number}"
-    if (placement.ranks, len(order)) != (ranks, ranks * per_rank):
+    fits_layer = placement.ranks == ranks and len(order) == experts
+    if not fits_layer:
         raise HolmesError(f"{where}: it is for {len(order)} experts on {placement.ranks} ranks, this layer "
-                          f"has {ranks * per_rank} on {ranks}")
+                          f"has {experts} on {ranks}")
     if layer.config.moe_router_num_groups:
         raise HolmesError(f"{where}: the router chooses among groups of experts that are neighbours "
                           "(moe_router_num_groups)")
@@ -90,10 +91,12 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
                           "moe_grouped_gemm with Transformer Engine, or no grouped GEMM")
     with torch.no_grad():
         _move_weights(slots, order, layer.ep_group)
+        # The router has tensors with a row for each expert. Their rows get the same order.
         for name in _ROWS:
             rows = getattr(layer.router, name, None)
             if rows is not None:
-                rows.data.copy_(rows.data[torch.tensor(order, device=rows.device)])
+                row_indices = torch.tensor(order, device=rows.device)
+                rows.data.copy_(rows.data[row_indices])
 
 
 def _move_weights(slots: list[list[Any]], order: tuple[int, ...], group: Any) -> None:
@@ -116,13 +119,14 @@ def _move_weights(slots: list[list[Any]], order: tuple[int, ...], group: Any) ->
         flat = torch.cat([parameter.detach().flatten() for parameter in slot])
         own_weights.append(_on_device_of(group, flat))
 
-    # megatron-core has expert e in slot e % per_rank of rank e // per_rank.
+    # megatron-core has expert e in slot e % per_rank of rank e // per_rank. In each iteration, every rank
+    # sends the expert of one slot to all ranks, and each rank keeps those that its own slots need.
     for source_slot in range(per_rank):
         gathered = [torch.empty_like(own_weights[source_slot]) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, own_weights[source_slot], group=group)
         for slot, expert in zip(slots, planned_experts):
             if expert % per_rank != source_slot:
-                continue
+                continue  # sent in another iteration
             weights = gathered[expert // per_rank]
             pieces = weights.split([parameter.numel() for parameter in slot])
             for parameter, piece in zip(slot, pieces):
@@ -157,10 +161,11 @@ def _slots(experts: Any, count: int) -> list[list[Any]] | None:
     # TEGroupedMLP: one module with the parameters of all experts, such as weight3.
     slots: list[list[Any]] = [[] for _ in range(count)]
     for name, parameter in experts.named_parameters():
-        match = _GROUPED.match(f".{name}")
+        match = _GROUPED.match(f".{name}")  # the pattern needs a dot before "weight3"
         if match is None:
             return None
-        slots[int(match[2])].append(parameter)
+        slot = int(match[2])  # the number at the end of the name
+        slots[slot].append(parameter)
     return slots
 
 

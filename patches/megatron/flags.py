@@ -27,10 +27,11 @@ def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParse
         The parser.
     """
     group = parser.add_argument_group("holmes", "one job over several clusters with different NICs")
+    # PREFIX is "--holmes". NAMES are the options, and flag(name) is the flag of one, "--holmes-<name>".
     group.add_argument(PREFIX, action="store_true", default=True, help="switch holmes on")
     for name in NAMES:
         value = getattr(current.options, name)
-        help_text = HELP[name].replace("%", "%%")
+        help_text = HELP[name].replace("%", "%%")  # argparse formats help texts with the % operator
         group.add_argument(flag(name), default=value, choices=CHOICES.get(name), help=help_text)
     parser.set_defaults(holmes_plan_digest=current.plan.digest, holmes_nodes=list(current.plan.nodes))
     _escape_percent_signs(parser)
@@ -46,7 +47,7 @@ def _escape_percent_signs(parser: ArgumentParser) -> None:
     for action in parser._actions:
         help_text = action.help or ""
         try:
-            help_text % {**vars(action), "prog": parser.prog}
+            help_text % {**vars(action), "prog": parser.prog}  # as argparse does
         except (ValueError, TypeError, KeyError):
             action.help = help_text.replace("%", "%%")
 
@@ -77,6 +78,7 @@ def _teach_megatron_deepspeed(current, call, instance, extra_args_provider):
     """
 
     def provider(parser, *args, **kwargs):
+        """Add the program's arguments to the parser, then the --holmes flags."""
         if extra_args_provider is not None:
             parser = extra_args_provider(parser, *args, **kwargs)
         return tell_near_misses(add_flags(parser, current))
@@ -90,16 +92,17 @@ def tell_near_misses(parser):
     Returns:
         The parser.
     """
-    usage_error = parser.error
+    usage_error = parser.error  # prints the usage and a message, and exits
     holmes_flags = [PREFIX, *map(flag, NAMES)]
 
     def error(message):
+        """Call usage_error with the message, and a suggestion for each misspelt flag in it."""
         parts = [message]
         for word in message.split():
             if not word.startswith("--"):
                 continue
             misspelt = word.partition("=")[0]  # without the value
-            match = nearest(misspelt, holmes_flags, 0.75)  # None if none is similar
+            match = nearest(misspelt, holmes_flags, cutoff=0.75)  # "" if none is as similar (difflib's ratio)
             if match:
                 parts.append(f"{misspelt}: did you mean {match}?")
         usage_error("; ".join(parts))

@@ -33,8 +33,9 @@ from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.outer.data import part_of
 from holmes_ext.runtime.outer.settings import OuterSettings
 
+#: The owner of the job's steps: the framework that has called training.reserve() first. Its optimizer's steps
+#: count as steps of the job.
 _OWNER = "megatron-core"
-
 
 #: The chunks of the model whose optimizer was constructed last.
 _chunks: list[Any] = []
@@ -75,9 +76,9 @@ def _outer_step_before_copy(call, instance):
     main weights to the model's weights. A call outside an optimizer step, such as after loading a checkpoint,
     runs no outer step.
     """
-    is_in_step = bool(_mixed_steps.instances)
+    is_in_step = bool(_mixed_steps.instances)  # the optimizers whose step runs now
     if is_in_step:
-        _report_step()
+        _report_step()  # runs the outer step if one is due
     return call()
 
 
@@ -101,7 +102,8 @@ def _report_step() -> None:
     """
     from megatron.core import num_microbatches_calculator
 
-    if training.owner() != _OWNER:  # another framework's optimizer contains megatron-core's
+    counts_as_step_of_job = training.owner() == _OWNER
+    if not counts_as_step_of_job:  # another framework's optimizer contains megatron-core's
         return
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     samples = 1.0
@@ -121,7 +123,7 @@ def _adapter(optimizer: Any) -> training.FrameworkAdapter:
     }
     return training.FrameworkAdapter(
         "megatron-core",
-        weights=lambda: _weights(_stepping_optimizers(optimizer)[0]),
+        weights=lambda: _weights(_stepping_optimizers(optimizer)[0]),  # refusal() accepts only one
         device=lambda: next(_chunks[0].parameters()).device,
         agreed={"sizes": sizes},  # must be equal in all joined jobs
         refusal=lambda settings: refusal(optimizer, settings, sizes),
@@ -169,18 +171,19 @@ def _weights(optimizer: Any) -> training.WeightShards:
                 names[parameter] = f"chunk {index} {name}"
 
     parts = []  # name, index of the first element, flat view of the main weights
-    addresses = []
+    addresses = []  # main weights, and the address of their first element
     for parameter, first_element, main in _main_weights(optimizer):
         parts.append((names[parameter], first_element, main.detach().view(-1)))
         addresses.append((main, main.data_ptr()))
 
     def have_moved() -> bool:
+        """Return whether megatron-core has moved the main weights to other memory since then."""
         return any(main.data_ptr() != address for main, address in addresses)
 
     tensors = [(name, tuple(parameter.shape), "float32") for parameter, name in names.items()]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     position = f"pipeline {stage}, tensor {parallel_state.get_tensor_model_parallel_rank()}"
-    return training.WeightShards(position, tensors, parts, moved=have_moved)
+    return training.WeightShards(position=position, tensors=tensors, parts=parts, moved=have_moved)
 
 
 def _main_weights(optimizer: Any) -> Iterator[tuple[Any, int, Any]]:
@@ -222,11 +225,12 @@ def _enlarge(call, instance, build_train_valid_test_datasets_provider):
     calls the program's provider with the numbers of samples that one job needs. Here these numbers are
     multiplied by K, so that all jobs build the same index of samples.
     """
-    _, job_count = training.part()
+    _, job_count = training.part()  # k and K of --holmes-outer part=k/K
     if job_count == 1:
         return call()
 
     def provider(numbers, *args, **kwargs):
+        """Call the program's provider with K times the numbers of samples (train, validation, test)."""
         # None stands for all samples of a data set.
         enlarged = [None if number is None else number * job_count for number in numbers]
         return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *args, **kwargs)

@@ -56,12 +56,18 @@ def _set_layout(current: session.Session, args) -> None:
         return
     pipeline = args.pipeline_model_parallel_size
     # Chunks of layers on each stage; more than 1 with the interleaved schedule.
-    virtual = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
-    virtual = virtual or max(1, len(current.plan.stage_layers) // pipeline)
+    chunks = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
+    if not chunks:  # not given: as many as the plan has
+        chunks = max(1, len(current.plan.stage_layers) // pipeline)
     layout = megatron_core.planned_layout(
-        current, pipeline, virtual, args.num_layers, args.mtp_num_layers or 0, _split_of_user(args)
+        current,
+        pipeline,
+        virtual=chunks,
+        layers=args.num_layers,
+        mtp_layers=args.mtp_num_layers or 0,
+        own_split=_split_of_user(args),
     )
-    if layout is not None:
+    if layout is not None:  # None: the plan does not split the layers, or the user does
         args.pipeline_model_parallel_layout = layout
         # Megatron-LM derives this number from the layout, and refuses both arguments together.
         args.num_virtual_stages_per_pipeline_rank = None
@@ -87,7 +93,8 @@ def _set_overlap(current: session.Session, args) -> None:
     sizes = current.plan.sizes
     if not sizes or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return
-    overlaps = [reduction.overlap for reduction in current.stages(sizes, args.distributed_backend)]
+    planned_reductions = current.stages(sizes, args.distributed_backend)  # one for each pipeline stage
+    overlaps = [reduction.overlap for reduction in planned_reductions]
     if not any(overlaps):
         return
     if args.use_distributed_optimizer:
@@ -96,7 +103,8 @@ def _set_overlap(current: session.Session, args) -> None:
         # may_change_optimizer_buckets() reads this, and reduction.py when it sets the buckets.
         megatron_reduction.checkpoints_allow_buckets = not has_checkpoints or is_fully_reshardable
         if not megatron_reduction.may_change_optimizer_buckets(current):
-            megatron_reduction.warn_that_buckets_stay(current, "--dist-ckpt-optim-fully-reshardable, or ")
+            way_out = "--dist-ckpt-optim-fully-reshardable, or "
+            megatron_reduction.warn_that_buckets_stay(current, way_out)
             return
     args.overlap_grad_reduce = True
     later_stage_overlaps = any(overlaps[1:])
@@ -123,14 +131,16 @@ def _compare_plans(current, call, instance, checkpoint_args):
     except AssertionError as error:
         # told_once() makes only one rank print the error.
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
-    saved_digest = getattr(checkpoint_args, "holmes_plan_digest", None)  # None: saved without holmes
-    if saved_digest not in (None, current.plan.digest):
-        saved_layers = _describe_layers(getattr(checkpoint_args, "holmes_stage_layers", ()))
-        own_layers = _describe_layers(current.plan.stage_layers)
-        plans = (f"{saved_digest[:8]}, layers for each stage: {saved_layers}; "
-                 f"here {current.plan.digest[:8]}, {own_layers}")
-        tell(current,
-             f"the checkpoint was saved under another plan ({plans}); it loads where the layers match")
+    saved_digest = getattr(checkpoint_args, "holmes_plan_digest", None)
+    if saved_digest is None:  # saved without holmes
+        return result
+    if saved_digest == current.plan.digest:
+        return result
+    saved_layers = _describe_layers(getattr(checkpoint_args, "holmes_stage_layers", ()))
+    own_layers = _describe_layers(current.plan.stage_layers)
+    plans = (f"{saved_digest[:8]}, layers for each stage: {saved_layers}; "
+             f"here {current.plan.digest[:8]}, {own_layers}")
+    tell(current, f"the checkpoint was saved under another plan ({plans}); it loads where the layers match")
     return result
 
 
@@ -161,7 +171,7 @@ def _load(current, call, instance):
         for line in str(error).splitlines():
             if any(words in line for words in _OTHER_MODEL):
                 lines.append(line.strip())
-        if not lines:
+        if not lines:  # another error
             raise
         refusal = HolmesError(f"--load: the checkpoint is another model's: {lines[0][:300]}")
         # Only one rank prints the error. Ranks can name different tensors: "--load" makes it the same error.

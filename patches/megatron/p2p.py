@@ -64,6 +64,7 @@ def mailbox_of(pipeline_group: Any) -> Mailbox:
         own_rank = ranks[pipeline_group.rank()]
         stage_of_rank = {rank: stage for stage, rank in enumerate(ranks)}
         pairs = zip(ranks, ranks[1:])  # of neighbouring stages
+        # Makes the process groups. They get the settings of the pipeline group, such as the timeout.
         _mailboxes[pipeline_group] = mailbox.of_pairs(pairs, own_rank, stage_of_rank, pipeline_group)
     return _mailboxes[pipeline_group]
 
@@ -90,10 +91,10 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
     Returns:
         No groups if the pipeline group itself uses the fastest network between neighbouring stages.
     """
-    ranks = group_ranks(pipeline_group)
+    ranks = group_ranks(pipeline_group)  # one on each stage
     network_api = network_api_of(backend_of(pipeline_group))
     if len(ranks) < 2 or current.rank not in ranks:
-        return _NeighbourGroups()
+        return _NeighbourGroups()  # no groups
     if not network_api:  # a backend that chooses its networks itself, such as MPI
         return _NeighbourGroups()
     mailbox_is_used = registry().is_on(EDGES.name) and not _interleaved()
@@ -137,6 +138,7 @@ def _batched(call, instance, group, prev_pipeline_rank, next_pipeline_rank):
     if not groups.by_peer:  # the pipeline group itself uses the fastest network
         return call()
 
+    # call() takes the caller's arguments, but those that are given here replace them.
     def exchange_with_previous():
         group_of_pair = groups.by_peer.get(prev_pipeline_rank, group)
         return call(tensor_send_next=None, tensor_recv_next=None, group=group_of_pair)
@@ -193,11 +195,11 @@ def _unbatched(
             continue
         direction, side = name.split("_")
         peer = prev_pipeline_rank if side == "prev" else next_pipeline_rank
-        if direction == "send":
-            message_group = _group_of_message(groups, group, peer, is_send=True)
+        is_send = direction == "send"
+        message_group = _group_of_message(groups, group, peer, is_send)
+        if is_send:
             requests[name] = dist.isend(tensor, peer, group=message_group)
         else:
-            message_group = _group_of_message(groups, group, peer, is_send=False)
             requests[name] = dist.irecv(tensor, peer, group=message_group)
     return requests
 
@@ -216,7 +218,10 @@ def _group_of_message(groups: _NeighbourGroups, pipeline_group: Any, peer: int, 
     if groups.second_group is None:
         return groups.by_peer.get(peer, pipeline_group)
     is_second_stage = pipeline_group.rank() == 1
-    sender_is_second_stage = is_second_stage if is_send else not is_second_stage
+    if is_send:
+        sender_is_second_stage = is_second_stage
+    else:  # the other one of the two stages sends
+        sender_is_second_stage = not is_second_stage
     return groups.second_group if sender_is_second_stage else pipeline_group
 
 

@@ -51,11 +51,12 @@ def layers_of(model: Any) -> list[tuple[str | int, Any]]:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules())  # by full name, such as "decoder.layers.0"
     embeddings: list[tuple[str | int, Any]] = []
     transformer_layers: list[tuple[str | int, Any]] = []
     last_layers: list[tuple[str | int, Any]] = []
     for name, module in modules.items():
+        # An embedding can contain others, such as "embedding.word_embeddings"; it is timed as a whole.
         is_outermost_embedding = name.endswith("embedding") and name.count("embedding") == 1
         if is_outermost_embedding:
             embeddings.append(("before", module))
@@ -79,7 +80,7 @@ def gradient_bytes(model: Any) -> dict[str | int, float]:
     ddp_config = getattr(model, "ddp_config", None)
     is_float32 = getattr(ddp_config, "grad_reduce_in_fp32", True)
     by_label: dict[str | int, float] = {}
-    counted: set[int] = set()
+    counted: set[int] = set()  # ids of parameters
     for label, module in layers_of(model):
         by_label.setdefault(label, 0.0)
         for parameter in module.parameters():
@@ -113,23 +114,23 @@ def _schedule(current, call, instance, model, num_microbatches, seq_length, micr
             raise HolmesError("--holmes-profile: the interleaved schedule is not measured; run with one "
                               "chunk on each stage, and give the layers of each chunk")
         model = model[0]
-    if state.profiler is None:
+    if state.profiler is None:  # the first step: start to measure
         state.profiler = profiler(current.options.profile_steps)
-        state.profiler.watch(layers_of(model))  # divide passes into these layers
-    else:
-        state.open_spans.close()  # the last step ends
+        state.profiler.watch(layers_of(model))  # adds hooks that divide the time of a pass among these layers
+    else:  # a later step: the optimizer has run since, so the previous step and its "optimizer" span end
+        state.open_spans.close()
     prof = state.profiler
     config = get_model_config(model)
-    if prof.finished:
+    if prof.finished:  # the step that has just ended was the last measured one: later ones are not measured
         state.profiler = None
         state.is_finished = True
         prof.release()  # remove the hooks from the layers
         _publish(current, model, config, prof, num_microbatches, tokens=seq_length * micro_batch_size)
         return call()
-    state.open_spans.enter_context(prof.step())
+    state.open_spans.enter_context(prof.step())  # this step begins
     with _timed_reduction(config, prof):
         result = call()
-    state.open_spans.enter_context(prof.span("optimizer"))
+    state.open_spans.enter_context(prof.span("optimizer"))  # until the next schedule begins
     return result
 
 
@@ -143,6 +144,7 @@ def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
     finalize = config.finalize_model_grads_func
 
     def timed_finalize(*args, **kwargs):
+        """Call the program's function, which reduces the gradients, and record its time as "reduce"."""
         with prof.span("reduce"):
             return finalize(*args, **kwargs)
 
@@ -170,7 +172,7 @@ def _publish(
     from megatron.core import parallel_state
 
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    element_bytes = (config.pipeline_dtype or torch.float32).itemsize
+    element_bytes = (config.pipeline_dtype or torch.float32).itemsize  # of an activation
     rank_tokens = tokens // parallel_state.get_context_parallel_world_size()
     # With sequence parallelism, a tensor-parallel rank has only its part of an activation.
     activation_parts = tensor_parallel_size if config.sequence_parallel else 1
@@ -188,7 +190,7 @@ def _publish(
         report,
         stages=len(ranks),
         gradient_bytes=gradient_bytes(model),
-        # publish() times a reduction in this group, and messages between stages, without computation.
+        # publish() also times a reduction in this group, and messages between stages, while nothing computes.
         group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         device=next(model.parameters()).device,
         send=lambda activation, stage: dist.send(activation, ranks[stage]),

@@ -64,14 +64,14 @@ def _optimizer_step(call, instance):
     This wrapper runs in place of step() of each optimizer class, which call() runs. If one optimizer steps
     others, only the outermost step() is recorded.
     """
-    recorder = telemetry.recorder
-    is_inner_step = bool(_optimizers.instances)
+    recorder = telemetry.recorder  # None if the telemetry is off
+    is_inner_step = bool(_optimizers.instances)  # another optimizer's step() runs, and calls this one
     if recorder is None or is_inner_step:
         return call()
     with telemetry.span("optimizer"):
         with _optimizers.on(instance):  # a step() inside this one finds it in _optimizers.instances
             result = call()
-    recorder.step_done("engine")
+    recorder.step_done("engine")  # "engine": the optimizer reports the step, not the program
     return result
 
 
@@ -108,8 +108,9 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
     group = parallel_state.get_pipeline_model_parallel_group()
     if isinstance(group, list):  # the rank is in several pipelines
         return call()
-    network_api = network_api_of(backend_of(group))
-    if not network_api or not registry().is_on(EDGES.name):
+    network_api = network_api_of(backend_of(group))  # None if the backend is neither gloo nor NCCL
+    edges_is_on = registry().is_on(EDGES.name)  # the patches of edges.py
+    if not network_api or not edges_is_on:
         return call()
     chunk = model[0] if isinstance(model, list) else model
     if unsupported_feature(get_model_config(chunk), call.arguments()):
@@ -121,7 +122,7 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
         core.job.sizes,
         num_microbatches,
         network_api,
-        lambda: _stage(chunk, num_microbatches),
+        describe=lambda: _stage(chunk, num_microbatches),
     )
     return call()
 

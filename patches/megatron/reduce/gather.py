@@ -40,8 +40,10 @@ def turn_on(ddp_config: Any) -> bool:
     """
     if getattr(ddp_config, "gather_by_plan", False):
         return True  # an earlier chunk of the same model
+    if ddp_config.overlap_param_gather:  # the program has set it
+        return False
     has_eight_bit_weights = any(getattr(ddp_config, name, False) for name in _EIGHT_BIT)
-    if ddp_config.overlap_param_gather or not ddp_config.use_distributed_optimizer or has_eight_bit_weights:
+    if not ddp_config.use_distributed_optimizer or has_eight_bit_weights:
         return False
     is_on = registry().is_on(GATHER.name)  # only with --holmes-overlap on
     ddp_config.overlap_param_gather = is_on
@@ -60,10 +62,12 @@ def prepare(ddp: Any) -> None:
         group.next_param_gather_bucket_group = None
 
     def wait(*_) -> None:
+        """Wait until all started gathers of the model's weights are complete."""
         for group in _bucket_groups(ddp):
-            if group.param_gather_handle is not None:
+            if group.param_gather_handle is not None:  # a gather has been started
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
+    # Programs can call state_dict() of any module in the model.
     for module in ddp.module.modules():
         module.register_state_dict_pre_hook(wait)
         module.register_load_state_dict_pre_hook(wait)

@@ -75,22 +75,25 @@ def _reduce_as_planned(current, call, instance):
     group = _reduction_group(arguments)
     ranks = group_ranks(group)
     backend = backend_of(group)
-    planned = current.stages(sizes, backend)[sizes.stage(current.rank)]  # this stage's reduction
+    stage = sizes.stage(current.rank)
+    planned = current.stages(sizes, backend)[stage]  # how the plan reduces the gradients of this stage
     network = current.fabric_of(ranks, backend)  # None: inside one node, or the backend chooses it
     if not planned.overlap or network is None:
         return call()
     if ddp_config.use_distributed_optimizer and not may_change_optimizer_buckets(current):
         warn_that_buckets_stay(current)
-        # Recorded for the comparison of the plan with what the job does. The user has been warned (reported).
+        # Recorded for the comparison of the plan with what the job does. The size is not needed for that:
+        # the user has been warned already (reported).
         overlap = ddp_config.overlap_grad_reduce
-        session.note_reduction(ranks, planned, 0, two_levels=False, overlap=overlap, reported=True)
+        session.note_reduction(ranks, planned, size=0, two_levels=False, overlap=overlap, reported=True)
         return call()
 
     parameter_count = sum(p.numel() for p in arguments["module"].parameters() if p.requires_grad)
     gradient_bytes = 4 * parameter_count  # in float32
     bucket_bytes = current.reduction(ranks, backend, gradient_bytes).bucket_bytes
-    _set_overlap_and_buckets(ddp_config, elements=max(1, bucket_bytes // 4), rank_count=len(ranks))
-    overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)  # by the function above
+    bucket_elements = max(1, bucket_bytes // 4)
+    _set_overlap_and_buckets(ddp_config, bucket_elements, rank_count=len(ranks))
+    overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)  # _set_overlap_... sets it
     if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
     # Under --holmes-overlap on, updated weights are gathered during the next forward pass.
@@ -115,8 +118,8 @@ def _set_overlap_and_buckets(ddp_config: Any, elements: int, rank_count: int) ->
         rank_count: Number of ranks that reduce the gradients.
     """
     default_size = max(40_000_000, 1_000_000 * rank_count)  # megatron-core's, in elements
-    has_own_size = ddp_config.bucket_size not in (None, default_size)
-    if not has_own_size:
+    program_has_chosen_size = ddp_config.bucket_size not in (None, default_size)
+    if not program_has_chosen_size:
         ddp_config.bucket_size = min(elements, default_size)
         ddp_config.buckets_by_plan = True
     if not ddp_config.overlap_grad_reduce:
@@ -169,7 +172,8 @@ def _no_sync_between_micro_batches(config, ddp) -> None:
         ddp: The DistributedDataParallel of this chunk of the model.
     """
     if config.virtual_pipeline_model_parallel_size:
-        # Interleaved schedule: one function for each chunk of the model.
+        # Interleaved schedule: one function for each chunk of the model. This function is called once for
+        # each chunk, and appends that of its own.
         config.no_sync_func = [*(config.no_sync_func or []), ddp.no_sync]
     elif config.no_sync_func is None:
         config.no_sync_func = ddp.no_sync
@@ -222,7 +226,7 @@ def _bucket_as_planned(
     them. Checkpoints of these versions are wrong with padded buckets. Therefore the distributed optimizer
     gets a bucket size close to the planned one that needs no padding.
     """
-    elements = _planned_bucket_size.get()
+    elements = _planned_bucket_size.get()  # a global; set while DistributedDataParallel's constructor runs
     if elements is None:
         return call()
     is_programs_size = bucket_size is not None and not getattr(ddp_config, "buckets_by_plan", False)
@@ -244,7 +248,7 @@ def _lay_out_unpadded(call, instance, params, bucket_size, data_parallel_world_s
     which pads buckets. In megatron-core 0.18 and 0.19, fully reshardable checkpoints are wrong if buckets are
     padded. Of the sizes without padding, the one nearest to the planned bucket size is used.
     """
-    elements = _planned_bucket_size.get()
+    elements = _planned_bucket_size.get()  # a global; set while DistributedDataParallel's constructor runs
     if elements is None:
         return call()
     unpadded_size = megatron_buckets.of_buffer(params, data_parallel_world_size, ddp_config, elements)

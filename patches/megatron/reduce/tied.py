@@ -40,8 +40,10 @@ def _all_reduce(
     of a stage. With the distributed optimizer, a rank has only the average of its shard. It sets all other
     elements to zero, and the sum is not divided.
     """
+    if core.job.sizes is None:  # no plan describes this job
+        return call()
     chunk = _chunk_with_embedding(model, pp_group)
-    if core.job.sizes is None or not _is_pair_member(embd_group) or chunk is None:
+    if chunk is None or not _is_pair_member(embd_group):  # the two ranks with a copy of the embedding
         return call()
     if call.unread_arguments():  # those of a later megatron-core, whose effect is unknown here
         return call()
@@ -60,9 +62,9 @@ def _all_reduce(
     if tied_sum is None or not tied_sum.takes(gradient):  # not planned, or not faster for so few bytes
         return call()
     shard = own_shard(chunk, weight)
-    if shard is None:
+    if shard is None:  # no distributed optimizer: each rank of a stage adds the whole average
         divisor = tied_sum.twins  # number of data-parallel ranks of one stage
-    else:
+    else:  # each element is averaged on one rank of a stage; all others add zero
         divisor = 1
         start, stop = shard
         flat = gradient.view(-1)
@@ -93,9 +95,9 @@ def _chunk_with_embedding(model: list[Any], pipeline_group: Any) -> Any:
         return None
     stage = pipeline_group.rank()
     if stage == 0:
-        chunk = model[0]
+        chunk = model[0]  # with the input embedding
     elif stage == pipeline_group.size() - 1:
-        chunk = model[-1]
+        chunk = model[-1]  # with the output embedding
     else:
         return None
     ddp_config = getattr(chunk, "ddp_config", None)
@@ -129,6 +131,7 @@ def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
     group = buffer.data_parallel_group
     shard_size = bucket.grad_data.numel() // group.size()
     shard_start = bucket.offset + group.rank() * shard_size
+    # The overlap of weight and shard, as indices in the buffer.
     start = max(weight_start, shard_start)
     stop = min(weight_stop, shard_start + shard_size)
     if start >= stop:
