@@ -119,7 +119,7 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
         problem = "the borders must be whole numbers"
     elif len(borders) != stages + 1:
         problem = f"{len(borders)} borders for {stages} stages; give {stages + 1}, from 0 to {specs}"
-    elif list(borders) != sorted({0, specs, *borders}):  # unsorted, or with duplicates, or without 0 or specs
+    elif borders[0] != 0 or borders[-1] != specs or list(borders) != sorted(set(borders)):
         problem = f"the borders must rise from 0 to {specs}, the number of layers"
     if problem:
         raise HolmesError(f"partition_method {list(borders)}: {problem}")

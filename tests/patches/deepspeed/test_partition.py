@@ -44,6 +44,8 @@ def test_the_users_borders():
     "borders, message",
     [
         ([0, 11], "2 borders for 2 stages; give 3"),
+        ([0, 11, 20], "the borders must rise from 0 to 11"),
+        ([-1, 0, 11], "the borders must rise from 0 to 11"),
         ([0, 4, 10], "rise from 0 to 11"),
         ([0, 0, 11], "rise"),
         ([1, 4, 11], "rise"),
