@@ -329,7 +329,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
             if value.startswith("--"):
                 raise HolmesError(f"{name} needs a value: {HELP[option]}")
         values[option] = value
-    # given: the options with a value; off: features of HOLMES_DISABLE, which are added later.
+    # given: names of the options with a value. off: features that are switched off; job.py fills it later.
     return Options(**values, given=frozenset(values), off=frozenset()), rest
 
 
