@@ -151,7 +151,7 @@ class Call:
                 omitted = list(parameters.positions)[len(args) : position]
                 args += [parameters.defaults[other] for other in omitted]
                 args.append(value)
-            else:
+            else:  # the program did not pass it
                 kwargs[name] = value
         return self.target(*args, **kwargs)
 
@@ -171,9 +171,8 @@ class Call:
         given_count = len(self.args)
         values = []
         for name in names:
-            # given_count, a position behind the program's arguments, if it has no position.
-            position = parameters.positions.get(name, given_count)
-            if position < given_count:  # the program passed it by position
+            position = parameters.positions.get(name)  # None: it cannot be passed by position
+            if position is not None and position < given_count:  # the program passed it by position
                 values.append(self.args[position])
             elif name in self.kwargs:
                 values.append(self.kwargs[name])

@@ -285,8 +285,10 @@ class Registry:
             location.check(patch)
         if not progress.begun:
             # Before the first patch is applied, those that wait are checked, too: in the source code.
-            for patch in pending:
-                if patch not in ready and (reason := source_misfit(patch)):  # reads the source of the module
+            waiting = [patch for patch in pending if patch not in ready]
+            for patch in waiting:
+                reason = source_misfit(patch)
+                if reason:
                     raise Misfit(reason)
         progress.begun = True  # the check of the source code is made once
         for patch, location in locations.items():

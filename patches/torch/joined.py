@@ -187,7 +187,8 @@ def _sample_job_part(call, instance, num_replicas, rank):
         num_replicas = dist.get_world_size()
     if rank is None:
         rank = dist.get_rank()
-    return call(num_replicas=part_count * num_replicas, rank=k + part_count * rank)
+    replica = k + part_count * rank  # k + K * r
+    return call(num_replicas=part_count * num_replicas, rank=replica)
 
 
 PATCHES = (
