@@ -66,9 +66,8 @@ def postpone_reductions(module: Any) -> BucketReducer | None:
 
     if not isinstance(module, DistributedDataParallel):
         return None
-    is_reduced = module.process_group.size() > 1
     has_hook = module in _reducers or module._comm_hooks  # holmes's hook or the program's
-    if is_reduced and not has_hook:
+    if not has_hook and module.process_group.size() > 1:
         # The plan did not need a hook when the module was constructed. Reductions that start without a wait
         # need one, so it is registered now. The attributes have the values of the constructor's arguments.
         arguments = {
@@ -281,8 +280,8 @@ def _register(call, instance, state, hook):
     # What torch's method does, except for the registration: check the hook, and log its name.
     instance._check_comm_hook(hook)
     instance.logger._set_comm_hook_name(hook.__qualname__)
-    reducer.has_registered_hook = True  # so torch refuses the program's next hook (see above)
     effect = _effect_of(hook)
+    reducer.has_registered_hook = True  # so torch refuses the program's next hook (see above)
     hook_group = state or dist.group.WORLD  # the state of torch's averaging hooks is their process group
     if effect.is_average and hook_group is instance.process_group:
         reducer.wire_dtype = effect.wire_dtype  # holmes's hook sends gradients in this dtype
