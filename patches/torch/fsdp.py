@@ -265,7 +265,7 @@ def _print_cost_of_fsdp1(current, call, instance, state):
     if sent_dtype:  # weights are gathered in this dtype
         sent_bytes = stored_bytes * (sent_dtype.itemsize / flat_parameters[0].dtype.itemsize)
     sent = ShardedWeights(units=len(flat_parameters), weight_bytes=sent_bytes, gradient_bytes=sent_bytes)
-    shard_group = None if is_hybrid else state.process_group
+    shard_group = None if is_hybrid else state.process_group  # None: --holmes-fsdp hybrid is in use
     _print_cost(current, shard_group, sent, stored_bytes)
     return result
 
@@ -290,7 +290,7 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
     has_all_ranks = len(ranks) == plan.world_size
     are_clusters_equal = len(set(cluster_sizes)) == 1
     is_hybrid_possible = has_all_ranks and are_clusters_equal
-    network_api = network_api_of(backend_of()) or SOCKETS
+    network_api = network_api_of(backend_of()) or SOCKETS  # that of NCCL, or sockets
     # Seconds of a step. "Flat": shards over all ranks. "Hybrid": shards inside each cluster; where this is
     # not possible, hybrid_s is not printed.
     flat_s = sharded_seconds(plan, ranks, sent, network_api, hybrid=False)
