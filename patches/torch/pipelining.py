@@ -131,7 +131,7 @@ def _warning_of_unreduced_gradients(schedule: Any, stages: Any) -> str:
     modules = [stage.submod for stage in stages if isinstance(stage.submod, DistributedDataParallel)]
     has_replicas = any(module.process_group.size() != 1 for module in modules)
     computation_types = set()  # names of the passes in the schedule
-    actions_of_ranks = getattr(schedule, "pipeline_order", {})  # rank -> its passes; None: the rank idles
+    actions_of_ranks = getattr(schedule, "pipeline_order", {})  # rank -> its passes, None where it idles
     for actions in actions_of_ranks.values():
         computation_types |= {action.computation_type.name for action in actions if action is not None}
     has_weight_passes = "BACKWARD_WEIGHT" in computation_types
