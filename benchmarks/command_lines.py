@@ -2,13 +2,16 @@
 
     python benchmarks/command_lines.py --json benchmarks/results/command_lines.json
 
-Read are the scripts that train a GPT, Llama or MoE model. holmes takes the model and its parallel layout from
-the command line of each script, and predicts the time of a training step. This program counts:
+This program uses the scripts that train a GPT, Llama or MoE model. From the command line of each script,
+holmes reads the model and its parallel layout. Then it predicts the time of a training step. Counted are:
 
-    - the command lines whose model is understood, and the layouts for which a time is predicted
-    - the flags that holmes reads, those of which it reports that it does not read them, those that change
-      neither times nor memory, and those that it does not know. Keys of DeepSpeed's configuration file count
-      as flags
+    command lines   those in total, and those whose model holmes understands
+    layouts         those for which holmes predicts a time
+    flags           Keys of DeepSpeed's configuration file count as flags, too. Each flag is of one kind:
+                    - holmes reads it
+                    - holmes does not read it, and prints a message that says so
+                    - it changes neither the time of a step nor the memory
+                    - holmes does not know it
 
 Nothing is trained. Only those shell scripts run that compose a command line (example_scripts.py). Both
 checkouts are needed (tests/checkouts.py says where).

@@ -224,7 +224,7 @@ def scene(name: str, repetitions: int, steps: int) -> list[Row]:
         cluster_file = Path(directory, "cluster.toml")
         cluster_file.write_text(cluster_toml(slower=SLOWER[name]))
         spec = load_spec(cluster_file)
-        # Step times, losses and sent bytes of each variant.
+        # `run` trains each variant, and returns its step times, losses and sent bytes.
         series = run(variants_of(spec, cluster_file), repetitions=repetitions, steps=steps)
         return rows_of(name, spec, series)
 

@@ -116,7 +116,7 @@ def create_environment(row: Row, pip_arguments: list[str], slim: bool) -> Path:
     if complete.exists():
         return python
     tell(f"{row.name}: installing {' '.join((row.torch, *row.packages))}")
-    if row.torch:
+    if row.torch:  # e.g. "torch==2.4.1"
         _create_with_own_torch(row, python, pip_arguments, slim)
     else:
         _create_with_packages_only(row, python)  # torch is imported from the environment that runs this
@@ -180,15 +180,15 @@ def extend_import_path(row: Row, folder: Path) -> None:
         - otherwise the packages of the environment that runs this program
     """
     (site_packages,) = folder.glob("lib/python*/site-packages")
-    lines = [str(ROOT)]
+    lines = [str(ROOT)]  # of the .pth file; Python adds each folder to the import path
     if row.source:
         lines.insert(0, str(_extract_megatron_lm(row.source, folder)))
     if row.torch:
         lines += [str(ROOT / "integration_tests"), "import torch_on_cpu"]  # Python runs a line with "import"
     else:
-        print_folder = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        printed = subprocess.run([sys.executable, "-c", print_folder], check=True, capture_output=True,
-                                 text=True)
+        # The folder of the calling environment's packages, printed by its own interpreter.
+        program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
         packages_folder = printed.stdout.strip()
         lines.append(f"import site; site.addsitedir({packages_folder!r})")
     # Python reads .pth files in the order of their names: this one before that of holmes.
@@ -224,16 +224,16 @@ def run(row: Row, python: Path, *arguments: str, **env: str) -> subprocess.Compl
     """
     row_env = {}
     if row.source:
-        # The tests find the row's version of Megatron-LM there.
+        # The tests look for a checkout of Megatron-LM in this folder: it is the row's version.
         row_env["HOLMES_CHECKOUTS"] = str(environment_folder(row) / "checkouts")
     if row.torchtitan:
         row_env["HOLMES_TEST_TORCHTITAN"] = str(torchtitan_folder(row))
-    environ = {
+    environ = {  # a later entry replaces an earlier one
         # Tests marked as exhaustive are skipped: each commit would select others of them.
         "HOLMES_TEST_FULL": "0",
         **os.environ,
         **row_env,
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": "cpu",  # of DeepSpeed
         "PATH": f"{python.parent}:{os.environ['PATH']}",
         **env,
     }

@@ -171,10 +171,10 @@ def run_in_turns(
     Returns:
         By the name of the variant, the step times, losses and sent bytes of its runs.
     """
-    # Variants on equal sites share one lab, the emulated nodes and networks of a site.
+    # Variants on equal sites (clusters with the same digest) share one lab: emulated nodes and networks.
     site_by_digest = {variant.spec.digest: variant.spec for variant in variants}
     series = {variant.name: Series(variant.name) for variant in variants}
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # ends the labs after the last run
         lab_by_digest = {
             digest: stack.enter_context(Lab(site, scale=1 / slower, realtime=True))
             for digest, site in site_by_digest.items()
@@ -228,10 +228,10 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
     assert list(log.losses) == list(range(1, steps + 1)), log
     # holmes prints this line if the job does not communicate as it has planned.
     assert not any("not as planned" in line for line in log.lines), log.lines
-    seconds = [log.seconds[step] for step in log.losses]
+    seconds = [log.seconds[step] for step in log.losses]  # of each step, in their order
     losses = list(log.losses.values())
     series.add(seconds, losses, WARM_UP_STEPS, result, bytes_before, lab.counters())
-    series.lines = log.lines
+    series.lines = log.lines  # of the last run only
 
 
 def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
@@ -246,10 +246,10 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
     Returns:
         Rows of the table of results: metrics with their values and targets.
     """
-    measured = SCENES[name]
-    cluster_file = examples() / "clusters" / measured.cluster_file
+    definition = SCENES[name]
+    cluster_file = examples() / "clusters" / definition.cluster_file
     spec = load_spec(cluster_file)
-    # Ranks alternate between the clusters, as a scheduler numbers nodes that knows no clusters.
+    # Ranks alternate between the clusters: a scheduler that knows no clusters numbers the nodes like this.
     order = interleave(spec)
     flags = ("--holmes", "--holmes-cluster", str(cluster_file))
     variants = [
@@ -259,30 +259,32 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
         Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off")),
         Variant("stock again", spec, order),  # shows the noise
     ]
-    command = command_of(checkout, measured.micro_batches, len(order), steps)
+    command = command_of(checkout, definition.micro_batches, len(order), steps)
     series = run_in_turns(
         name, variants, checkout, command,
-        flops=measured.flops / measured.slower, slower=measured.slower,
+        flops=definition.flops / definition.slower, slower=definition.slower,  # GPUs and networks
         steps=steps, repetitions=repetitions, order_of=rotated,
     )
-    return rows_of(name, series, measured)
+    return rows_of(name, series, definition)
 
 
-def rows_of(name: str, series: dict[str, Series], measured: Scene) -> list[Row]:
+def rows_of(name: str, series: dict[str, Series], definition: Scene) -> list[Row]:
     """Return rows of the table of results, which compare the measured variants of one scene.
 
     Args:
         name: The scene, e.g. "4+4".
         series: By the name of the variant, its step times and losses. "stock" ran without holmes, "all-RDMA"
             ran without holmes on a single fast cluster, which bounds the speed of all others.
-        measured: The scene, with its targets for the ratios of "holmes".
+        definition: The scene, with its targets for the ratios of "holmes".
     """
     stock, bound = series["stock"], series["all-RDMA"]
     rows = []
     for variant in ("holmes", "holmes, overlap off"):
-        has_targets = variant == "holmes"
-        stock_target = measured.stock_target if has_targets else ""
-        bound_target = measured.bound_target if has_targets else ""
+        if variant == "holmes":
+            stock_target = definition.stock_target
+            bound_target = definition.bound_target
+        else:
+            stock_target = bound_target = ""  # reported only
         difference = max_loss_difference(stock, series[variant])
         rows += [
             ratio_row(name, f"{variant} : stock", stock, series[variant], stock_target),
@@ -299,6 +301,7 @@ def rows_of(name: str, series: dict[str, Series], measured: Scene) -> list[Row]:
                 target="<= 1e-5",
             ),
         ]
+    # "stock" and "stock again" are the same job: their difference is the noise of the measurement.
     noise = abs(series["stock again"].median / stock.median - 1)
     rows += [
         ratio_row(name, "stock : all-RDMA", bound, stock, ""),
@@ -314,8 +317,8 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     gradient are compared: "two levels" is holmes's hierarchical all-reduce, and "pairs" is DeepSpeed's
     reduction between pairs of ranks.
     """
-    measured = SCENES["4+4"]
-    cluster_file = examples() / "clusters" / measured.cluster_file
+    definition = SCENES["4+4"]
+    cluster_file = examples() / "clusters" / definition.cluster_file
     spec = load_spec(cluster_file)
     order = interleave(spec)  # ranks alternate between the clusters
     checkout = Checkout(source, folder)  # with GPT-2's vocabulary
@@ -323,18 +326,21 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     flags = ("--holmes", "--holmes-cluster", str(cluster_file))
     variants = [
         Variant("two levels", spec, order, flags),
-        Variant("pairs", spec, order, flags, env={"HOLMES_DISABLE": TIED_FEATURE}),
+        Variant("pairs", spec, order, flags, env={"HOLMES_DISABLE": TIED_FEATURE}),  # without this feature
     ]
-    command = command_of(checkout, measured.micro_batches, len(order), steps)
+    command = command_of(checkout, definition.micro_batches, len(order), steps)
     series = run_in_turns(
         TIED_SCENE, variants, checkout, command,
-        flops=measured.flops, steps=steps, repetitions=repetitions, order_of=reversed_if_even,
+        flops=definition.flops, steps=steps, repetitions=repetitions, order_of=reversed_if_even,
     )
 
     two_levels, pairs = series["two levels"], series["pairs"]
-    seconds_saved = [slow - fast for fast, slow in zip(two_levels.medians, pairs.medians)]  # per repetition
-    predicted_pairs = predicted_tied_step(spec, measured, hierarchical=False)
-    predicted_two_levels = predicted_tied_step(spec, measured, hierarchical=True)
+    # For each repetition, the median step time with "pairs" minus that with "two levels".
+    seconds_saved = [
+        pairs_s - two_levels_s for two_levels_s, pairs_s in zip(two_levels.medians, pairs.medians)
+    ]
+    predicted_pairs = predicted_tied_step(spec, definition, hierarchical=False)
+    predicted_two_levels = predicted_tied_step(spec, definition, hierarchical=True)
     predicted_saving = predicted_pairs - predicted_two_levels
     difference = max_loss_difference(pairs, two_levels)
     return [
@@ -347,22 +353,24 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     ]
 
 
-def predicted_tied_step(spec: SiteSpec, measured: Scene, hierarchical: bool) -> float:
+def predicted_tied_step(spec: SiteSpec, definition: Scene, hierarchical: bool) -> float:
     """Return the predicted seconds of a training step with GPT-2's tied embedding.
 
     Args:
         spec: The emulated clusters.
-        measured: The scene, which has the micro-batches of a step and the FLOP/s of a GPU.
+        definition: The scene, which has the micro-batches of a step and the FLOP/s of a GPU.
         hierarchical: Whether the embedding's gradient is reduced by a hierarchical all-reduce, or else
             between pairs of ranks, as by DeepSpeed without holmes.
     """
-    forward_seconds = forward_s(HIDDEN, SEQUENCE, measured.flops)  # of a transformer layer
+    forward_seconds = forward_s(HIDDEN, SEQUENCE, definition.flops)  # of a transformer layer
     model = Model(
         LAYERS, HIDDEN, HEADS, SEQUENCE, GPT2_TOKENS,
-        micro_batches=measured.micro_batches, activation_width=4,  # bytes
+        micro_batches=definition.micro_batches, activation_width=4,  # bytes
     )
-    disabled = frozenset() if hierarchical else frozenset({TIED_FEATURE})
-    options = Options(off=disabled)
+    if hierarchical:
+        options = Options()
+    else:
+        options = Options(off=frozenset({TIED_FEATURE}))  # as if HOLMES_DISABLE named the feature
     return predicted_step(
         "deepspeed", spec, model, Sizes(pipeline=2), forward_seconds, options, tied=hierarchical
     )
@@ -387,7 +395,8 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
             cluster_file.write_text(edges.two(rate))  # two clusters of 2 nodes, with Ethernet of this rate
             spec = load_spec(cluster_file)
             for schedule in ("holmes", "engine"):
-                inflight = edges.INFLIGHT[schedule]  # "off" is the engine's schedule
+                # The value of --holmes-inflight for the schedule: "off" leaves it to the engine, DeepSpeed.
+                inflight = edges.INFLIGHT[schedule]
                 flags = ("--holmes", "--holmes-cluster", str(cluster_file), "--holmes-model",
                          str(model_file), "--holmes-inflight", inflight)
                 name = f"{schedule}, {link}"
@@ -426,13 +435,14 @@ def main() -> int:
         tell(f"megatron_deepspeed.py: skipped; {why_missing('Megatron-DeepSpeed')}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        # Results in the file of --json, except for the scenes that are measured again now.
+        # The rows of former runs in the file of --json, without the scenes that are measured again now.
         rows = kept(args.json, names)
         if TIED_SCENE in names:
             rows += tied(source, Path(folder, "tied"), args.repetitions, args.steps)
-        byte_scenes = [name for name in names if name != TIED_SCENE]  # their tokens are bytes
+        # All other scenes train on the same text, with one token per byte: they share a copy of the checkout.
+        byte_scenes = [name for name in names if name != TIED_SCENE]
         if byte_scenes:
-            checkout = copy_checkout(source, Path(folder))  # one copy and one corpus for all of them
+            checkout = copy_checkout(source, Path(folder))
         for name in byte_scenes:
             if name == LINK_SCENE:
                 rows += slow_stage_link(checkout, args.repetitions, args.steps)

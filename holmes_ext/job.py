@@ -107,7 +107,7 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
         raise HolmesError("holmes is already active in this process; call disable() first")
     if sys.modules["torch.distributed"].is_initialized():
         raise HolmesError("enable() comes too late: torch.distributed is initialized; call it before that")
-    values = {**from_environment(os.environ), **options}
+    values = {**from_environment(os.environ), **options}  # an argument overrides its environment variable
     if plan is not None:
         values["plan"] = os.fspath(plan)
     _start(options_from(**values), sys.argv[1:])

@@ -298,36 +298,38 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
     Raises:
         HolmesError: a flag is unknown, lacks its value, or is given twice.
     """
-    values = from_environment(environ)
-    seen: set[str] = set()
-    rest: list[str] = []
+    values = from_environment(environ)  # name of an option, e.g. "cluster" -> its value
+    seen: set[str] = set()  # flags so far
+    rest: list[str] = []  # arguments of the script
     items = iter(argv)
     for item in items:
         if item == "--":
             rest += [item, *items]
             break
-        name, equals, value = item.partition("=")
-        if name != PREFIX and not name.startswith(f"{PREFIX}-"):
+        name, equals, value = item.partition("=")  # PREFIX is "--holmes"
+        is_holmes_flag = name == PREFIX or name.startswith(f"{PREFIX}-")
+        if not is_holmes_flag:
             rest.append(item)
             continue
         if name in seen:
             raise HolmesError(f"{name} is given twice on the command line; give it once")
         seen.add(name)
-        if name == PREFIX:
+        if name == PREFIX:  # it switches holmes on, and is no option
             if equals:
                 raise HolmesError(
                     f"{PREFIX} takes no value, so {item!r} cannot be read; write {PREFIX} alone")
             continue
-        key = _BY_FLAG.get(name, "")
-        if not key:
-            flags = [one.removeprefix(f"{PREFIX}-") for one in _BY_FLAG]
-            near = did_you_mean(name.removeprefix(f"{PREFIX}-"), flags, flag)
-            raise HolmesError(f"{name} is not a flag of holmes; {near}")
-        if not equals:
-            value = next(items, "--")
+        option = _BY_FLAG.get(name, "")
+        if not option:
+            flags = [known_flag.removeprefix(f"{PREFIX}-") for known_flag in _BY_FLAG]
+            suggestion = did_you_mean(name.removeprefix(f"{PREFIX}-"), flags, flag)
+            raise HolmesError(f"{name} is not a flag of holmes; {suggestion}")
+        if not equals:  # the next argument is the value
+            value = next(items, "--")  # "--" at the end of `argv`, as if another flag followed
             if value.startswith("--"):
-                raise HolmesError(f"{name} needs a value: {HELP[key]}")
-        values[key] = value
+                raise HolmesError(f"{name} needs a value: {HELP[option]}")
+        values[option] = value
+    # given: names of the options with a value. off: features that are switched off; job.py fills it later.
     return Options(**values, given=frozenset(values), off=frozenset()), rest
 
 

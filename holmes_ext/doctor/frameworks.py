@@ -56,13 +56,18 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     """
     feature = patch.feature
     version = feature.installed()  # from the metadata of the package
+    # Some frameworks have no reliable metadata: their version is known only after the import.
     is_version_known_by_import = feature.version_of is not None
-    if not (check and is_version_known_by_import) and not patch.is_for_version(version):
+    is_version_read_later = is_version_known_by_import and check  # by _fit_of_imported()
+    if not is_version_read_later and not patch.is_for_version(version):
         return _fit_of_other_version(patch, version)
 
-    is_version_certain = not is_version_known_by_import or (
-        version is not None and not check and not _is_vendored(patch)
-    )
+    if not is_version_known_by_import:
+        is_version_certain = True
+    elif check or version is None:
+        is_version_certain = False
+    else:
+        is_version_certain = not _is_vendored(patch)
     if is_version_certain:
         reason = feature.version_misfit(version)
         if reason:
@@ -72,7 +77,7 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     if check:
         return _fit_of_imported(patch, version)
 
-    reason = source_misfit(patch)
+    reason = source_misfit(patch)  # reads the framework's source; None if the patch fits, or may fit
     if reason:
         return Fit(patch, version, "off", reason)
     if is_version_known_by_import:
@@ -94,13 +99,13 @@ def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
     reason: str | None = None
     try:
         importlib.import_module(patch.module)
-        if feature.version_of:
+        if feature.version_of:  # the imported framework knows its version better than the metadata
             version = feature.version_of()
             if not patch.is_for_version(version):
                 return _fit_of_other_version(patch, version)
         reason = feature.version_misfit(version)
         if not reason:
-            location.Location(patch).check(patch)
+            location.Location(patch).check(patch)  # raises Misfit; nothing is changed
     except location.Misfit as misfit:
         reason = str(misfit)
     except Exception as error:  # whatever a framework raises while it is imported

@@ -52,6 +52,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     is_variadic_only = kinds == (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if not is_variadic_only:
         return signature  # no decorator hides it
+    # A closure stores each outer variable in a cell.
     cells = getattr(inspect.unwrap(function), "__closure__", None) or ()
     functions_in_closure = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
     if len(functions_in_closure) != 1:
@@ -140,7 +141,7 @@ class Call:
         args = list(self.args)
         kwargs = dict(self.kwargs)
         for name, value in changed.items():
-            position = parameters.positions.get(name)
+            position = parameters.positions.get(name)  # None: it can be passed by keyword only
             if position is None or name in kwargs:
                 kwargs[name] = value
             elif position < len(args):  # the program passed it by position
@@ -150,7 +151,7 @@ class Call:
                 omitted = list(parameters.positions)[len(args) : position]
                 args += [parameters.defaults[other] for other in omitted]
                 args.append(value)
-            else:
+            else:  # the program did not pass it
                 kwargs[name] = value
         return self.target(*args, **kwargs)
 
@@ -170,17 +171,18 @@ class Call:
         given_count = len(self.args)
         values = []
         for name in names:
-            position = parameters.positions.get(name, given_count)
-            if position < given_count:  # the program passed it by position
+            position = parameters.positions.get(name)  # None: it cannot be passed by position
+            if position is not None and position < given_count:  # the program passed it by position
                 values.append(self.args[position])
             elif name in self.kwargs:
                 values.append(self.kwargs[name])
             elif name in parameters.defaults:
                 values.append(parameters.defaults[name])
-            elif name in fallbacks and name not in parameters.names:
+            elif name in fallbacks and name not in parameters.names:  # the installed target lacks it
                 values.append(fallbacks[name])
             else:
-                parameters.signature.bind(*self.args, **self.kwargs)  # raises Python's own TypeError
+                # The program left out a required argument: bind() raises Python's own TypeError.
+                parameters.signature.bind(*self.args, **self.kwargs)
                 raise TypeError(f"{_name_of(self.target)} has no parameter {name!r}")
         return values
 
@@ -218,7 +220,8 @@ class Call:
             unread.append(f"argument {position}: {value!r}")
         for name, value in self.given().items():
             default = parameters.defaults.get(name, _NO_DEFAULT)
-            if name not in self._read_names and not _is_default(value, default):
+            is_read = name in self._read_names
+            if not is_read and not _is_default(value, default):
                 unread.append(name)
         return unread
 
@@ -231,7 +234,8 @@ class Call:
         Raises:
             HolmesError: there are such arguments. The message lists them.
         """
-        if names := self.unread_arguments():
+        names = self.unread_arguments()
+        if names:
             raise HolmesError(
                 f"{_name_of(self.target)} was called with {', '.join(names)}, which holmes does not handle; "
                 "switch the feature off that patches it (HOLMES_DISABLE; `holmes patches` lists them)"

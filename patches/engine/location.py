@@ -5,9 +5,9 @@ A `Location` stands for one attribute of a module or class:
     applying a patch   The attribute gets a new value, usually a wrapper that runs instead of the function.
     removing a patch   The remaining patches are applied again to the original value. So patches of the same
                        function can be removed in any order.
-    copies             Other modules of the framework may hold the same function (`from x import f`), or a
-                       dict of the class the same method. At each change of the attribute, the Location finds
-                       these copies by identity and changes them too.
+    copies             Other modules of the framework may have imported a function (`from x import f`). A
+                       class may hold one of its methods in a dict, too. At each change of the attribute, the
+                       Location finds such copies by identity and changes them too.
 
 Copies outside the framework, e.g. in a user's module, are not found. They keep the wrapper. After its patch
 is removed, the wrapper only calls the original function.
@@ -65,7 +65,7 @@ class Location:
             names = signature_of(getattr(self.parent, self.name)).parameters
         except (TypeError, ValueError):
             raise Misfit(f"{patch.target} has no signature to check") from None
-        reason = missing_parameters(patch, names)
+        reason = missing_parameters(patch, names)  # in words; None if none is missing
         if reason:
             raise Misfit(reason)
 
@@ -81,6 +81,7 @@ class Location:
         After the last patch is removed, the attribute and its copies have their original value.
         """
         self.patches.remove(patch)
+        # The patches that remain are applied again, to the value without any patch.
         value = self.original
         for remaining_patch in self.patches:
             value = self._patched_value(remaining_patch, value)
@@ -95,40 +96,46 @@ class Location:
         Args:
             value: The attribute's value without this patch, e.g. a function or a staticmethod object.
         """
-        if patch.replace:
+        if patch.replace:  # the patch makes the new value itself
             return patch.replace(value)
+
+        # staticmethod or classmethod if the class stores such an object, else None.
         decorator = type(value) if isinstance(value, (staticmethod, classmethod)) else None
         function = value.__func__ if decorator else value
-        has_self = not isinstance(self.parent, ModuleType) and decorator is not staticmethod
+        is_in_class = not isinstance(self.parent, ModuleType)
+        has_self = is_in_class and decorator is not staticmethod  # of a classmethod, the class is `self`
 
         @functools.wraps(function)
-        def call(*args, **kwargs):
+        def call(*args, **kwargs):  # the new function: programs call it in place of `function`
             instance = None
-            wrapped = function
-            if has_self:  # or the class as first argument, of a classmethod
+            target = function
+            if has_self:
                 instance, args = args[0], args[1:]
-                wrapped = function.__get__(instance, type(instance))
-            if patch in self.patches:
-                return patch.wrap(wrapped, instance, args, kwargs)
-            return wrapped(*args, **kwargs)  # the patch was removed, but somebody still holds this function
+                target = function.__get__(instance, type(instance))  # bound to the instance
+            if patch not in self.patches:
+                return target(*args, **kwargs)  # the patch was removed, but somebody still holds `call`
+            return patch.wrap(target, instance, args, kwargs)
 
         return decorator(call) if decorator else call
 
     def _set_everywhere(self, value):
         """Give the attribute a new value, and replace all copies of the former value in the framework."""
         former = self.value
-        if former is not self.original and vars(self.parent).get(self.name) is not former:
+        is_patched = former is not self.original
+        is_changed_by_others = is_patched and vars(self.parent).get(self.name) is not former
+        if is_changed_by_others:
             _log.warning("holmes: %s was changed by somebody else meanwhile: it stays as it is", self.target)
         elif value is self.original and self.is_inherited:
             delattr(self.parent, self.name)  # the base class's attribute is found again
         else:
             setattr(self.parent, self.name, value)
         self.value = value
-        if callable(self.original):  # a constant is not searched for: every None is the same object
-            for namespace in self._namespaces():
-                for key, held in list(namespace.items()):
-                    if held is former:
-                        namespace[key] = value
+        if not callable(self.original):
+            return  # copies of a constant cannot be found by identity: every None is the same object
+        for namespace in self._namespaces():
+            for key, held in list(namespace.items()):
+                if held is former:  # a copy
+                    namespace[key] = value
 
     def _namespaces(self):
         """Return the dicts that may hold copies of the attribute.
@@ -138,7 +145,8 @@ class Location:
         """
         if isinstance(self.parent, ModuleType):
             return [vars(module) for module in _imported_modules(self.package)]
-        return [attribute for attribute in list(vars(self.parent).values()) if isinstance(attribute, dict)]
+        attributes = list(vars(self.parent).values())
+        return [attribute for attribute in attributes if isinstance(attribute, dict)]
 
 
 def _locate(module, qualname):

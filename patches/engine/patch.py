@@ -96,12 +96,14 @@ class Feature:
         Args:
             version: None if the framework is not installed. A version that names no release is supported.
         """
-        name, supported = self.requirement.name, self.requirement.specifier
+        name = self.requirement.name
+        supported = self.requirement.specifier  # e.g. ">=2.4"
         if version is None:
             return f"{name} is not installed"
         release = release_of(version)
-        fits = release is UNKNOWN or supported.contains(release)
-        return None if fits else f"{name} {version} is not supported (needs {supported})"
+        if release is UNKNOWN or supported.contains(release):
+            return None
+        return f"{name} {version} is not supported (needs {supported})"
 
     def beyond_tried(self, version: str | None) -> str:
         """Return a message if a version of the framework is newer than all that were tried; "" if it is not.

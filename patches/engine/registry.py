@@ -242,7 +242,9 @@ class Registry:
         try:
             self._apply_ready_patches(progress, imported)
         except _NotLoaded as other:
-            progress.required &= not progress.feature.binding
+            # A binding feature is required only with its own framework. Here another one was imported.
+            if progress.feature.binding:
+                progress.required = False
             self._switch_off(progress, str(other), level=logging.DEBUG)
         except Misfit as misfit:
             self._switch_off(progress, str(misfit))
@@ -266,23 +268,29 @@ class Registry:
             progress.version = progress.feature.version_of()
             if progress.version is None:
                 raise _NotLoaded(f"what is loaded is not {progress.feature.requirement.name}")
-            if reason := progress.misfit():
+            reason = progress.misfit()  # why the version is not supported
+            if reason:
                 raise Misfit(reason)
 
+        # Patches that are not applied yet: `ready` are those whose module is imported, the others wait.
         pending = [
             patch
             for patch in progress.patches
             if patch not in progress.applied and patch.is_for_version(progress.version)
         ]
         ready = [patch for patch in pending if patch.module == imported or _is_imported(patch.module)]
+        # The attributes to change: a Location is shared by all patches of one attribute.
         locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
         for patch, location in locations.items():
             location.check(patch)
         if not progress.begun:
-            for patch in pending:
-                if patch not in ready and (reason := source_misfit(patch)):  # reads the source of the module
+            # Before the first patch is applied, those that wait are checked, too: in the source code.
+            waiting = [patch for patch in pending if patch not in ready]
+            for patch in waiting:
+                reason = source_misfit(patch)
+                if reason:
                     raise Misfit(reason)
-        progress.begun = True
+        progress.begun = True  # the check of the source code is made once
         for patch, location in locations.items():
             location.add(patch)
             self._locations[patch.target] = location

@@ -59,6 +59,7 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(wrapper)
     def wrap(*arguments: Any) -> Any:
+        # Patch.wrap is called as (target, instance, args, kwargs); with_session puts the session before them.
         *session_if_taken, target, instance, args, kwargs = arguments
         call = Call(target, args, kwargs, names)  # the wrapper calls the target through it
         values = call.values(names, fallbacks) if names else ()
@@ -76,11 +77,11 @@ def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(wrapper)
-    def wrap(wrapped, instance, args, kwargs):
+    def wrap(target, instance, args, kwargs):  # as Patch.wrap is called; target: the framework's function
         current = session.active()
         if current is None:
-            return wrapped(*args, **kwargs)
-        return wrapper(current, wrapped, instance, args, kwargs)
+            return target(*args, **kwargs)
+        return wrapper(current, target, instance, args, kwargs)
 
     return wrap
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
@@ -77,24 +77,28 @@ class BucketReducer:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         ddp = self._ddp()
-        assert ddp is not None, "its reducer has called"
+        assert ddp is not None, "DistributedDataParallel called its comm hook after it was deleted"
         flat = bucket.buffer()
         index = bucket.index()
         # The group differs after DDP's _update_process_group(); the plan's choice is for the first group.
         if flat.is_sparse or ddp.process_group is not self._group:
             return allreduce_hook(ddp.process_group, bucket)
 
+        # On the CPU, holmes may change the plan while the job runs: at the first bucket of a step.
         follows_plan = self._planned_sum is not None and not flat.is_cuda
         if follows_plan and index == 0:
-            self._follow_plan()  # the first bucket of a step: the plan may have changed self.all_reduce
+            self._follow_plan()  # may replace self.all_reduce
         sent = self._tensor_to_send(index, flat)  # `flat`, or a copy of it in another dtype
-        sent.div_(self._divisor(ddp))
-        ends_backward = follows_plan and bucket.is_last()
-        span = telemetry.span(telemetry.LAST_BUCKET) if ends_backward else nullcontext()
-        with self._errors_naming(index), span:
+        sent.div_(self._divisor(ddp))  # so the sum over the ranks is the average
+        if follows_plan and bucket.is_last():
+            # Telemetry reads from it when the last reduction of the backward pass was started.
+            span: AbstractContextManager[Any] = telemetry.span(telemetry.LAST_BUCKET)
+        else:
+            span = nullcontext()
+        with self._errors_naming(index), span:  # an error of the network names this bucket
             work = self.all_reduce(sent)
 
-        if self.postponed is not None:
+        if self.postponed is not None:  # a pipeline's training step: finish() waits for the bucket
             started = StartedBucket(index, work, sent, flat, bucket.parameters(), bucket.gradients())
             self.postponed.append(started)
             future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
@@ -104,9 +108,12 @@ class BucketReducer:
             return self._complete_on_side_stream(work, sent, flat)
 
         def finish_bucket(summed: Any) -> Any:
+            """Return the averaged bucket. It is called when the sum has ended."""
             with self._errors_naming(index):
                 summed.value()  # raises the error of a failed sum
-            return flat if sent is flat else flat.copy_(sent)
+            if sent is not flat:  # it was sent in another dtype
+                flat.copy_(sent)
+            return flat
 
         # before_exit() lets the interpreter wait at its exit for callbacks that still run.
         return work.get_future().then(before_exit(finish_bucket))
@@ -122,10 +129,14 @@ class BucketReducer:
         import torch
 
         future: Any = torch.futures.Future(devices=[flat.device])
-        self._side_stream = self._side_stream or torch.cuda.Stream(flat.device)
-        with torch.cuda.stream(self._side_stream):  # a stream that asks for the value waits for this one
-            work.wait()
-            future.set_result(flat if sent is flat else flat.copy_(sent))
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(flat.device)
+        with torch.cuda.stream(self._side_stream):
+            work.wait()  # the side stream waits, not the host
+            if sent is not flat:  # it was sent in another dtype
+                flat.copy_(sent)
+            # The future remembers the stream: a stream that asks for the value waits for it.
+            future.set_result(flat)
         return future
 
     def _tensor_to_send(self, index: int, flat: Any) -> Any:
@@ -143,7 +154,7 @@ class BucketReducer:
         if self.wire_dtype is None:
             return flat
         sent = self._wire_tensors.get(index)
-        if sent is None or sent.numel() != flat.numel():
+        if sent is None or sent.numel() != flat.numel():  # DDP makes new buckets after the first step
             sent = torch.empty_like(flat, dtype=self.wire_dtype)
             self._wire_tensors[index] = sent
         sent.copy_(flat)
@@ -156,12 +167,14 @@ class BucketReducer:
         that all ranks switch together.
         """
         if self.ranks_with_inputs is not None:
-            # Clusters cannot train without each other under join(): --holmes-apart is refused with this name.
+            # Under join(), clusters cannot train without each other. The job's report gives this name as the
+            # reason why --holmes-apart has no effect.
             self._planned_sum.apart.refusal = "DistributedDataParallel.join()"
-        has_changed = self._planned_sum.follow()
+        has_changed = self._planned_sum.follow()  # adopts a changed plan
         if has_changed:
             self.all_reduce = self._planned_sum.all_reduce
-        self._planned_sum.note(self._planned_sum.size, overlap=True, follows=True)  # for the job's report
+        # For the job's report: the sum overlaps the backward pass, and follows changes of the plan.
+        self._planned_sum.note(self._planned_sum.size, overlap=True, follows=True)
         self._was_summed = True  # read by before_forward()
 
     def before_forward(self, ddp: Any, _: Any) -> None:
@@ -172,8 +185,9 @@ class BucketReducer:
         """
         import torch
 
-        if self._was_summed and ddp.training and torch.is_grad_enabled():
-            self._was_summed = False
+        is_training_pass = ddp.training and torch.is_grad_enabled()
+        if self._was_summed and is_training_pass:
+            self._was_summed = False  # until _follow_plan() runs in the next reduction
             self._planned_sum.step()  # counts steps, and averages weights after every N-th
 
     def finish(self) -> None:
@@ -187,12 +201,12 @@ class BucketReducer:
                 bucket.work.wait()
             if bucket.sent is not bucket.flat:  # sent in another dtype
                 bucket.flat.copy_(bucket.sent)
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients):
-                is_view_of_bucket = (
-                    parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr()
-                )
-                if parameter.grad is not None and not is_view_of_bucket:
-                    parameter.grad.copy_(gradient)
+            for parameter, averaged in zip(bucket.parameters, bucket.gradients):
+                if parameter.grad is None:
+                    continue
+                is_view_of_bucket = parameter.grad.data_ptr() == averaged.data_ptr()
+                if not is_view_of_bucket:
+                    parameter.grad.copy_(averaged)
 
     def _divisor(self, ddp: Any) -> int:
         """Return the number by which a sum of gradients is divided: the number of ranks that are averaged.
@@ -202,7 +216,7 @@ class BucketReducer:
         """
         counts_all_ranks = self.ranks_with_inputs is None or ddp._divide_by_initial_world_size
         if not counts_all_ranks:
-            self.ranks_with_inputs.wait()
+            self.ranks_with_inputs.wait()  # an all-reduce of join(), which counts these ranks
             return int(self.ranks_with_inputs.result()[0])
         if self._planned_sum is not None:
             return self._planned_sum.count  # only this cluster's ranks while clusters train apart
@@ -219,6 +233,7 @@ class BucketReducer:
             yield
         except RuntimeError as error:
             ranks = group_ranks(self._group)
-            fabric = session.require().fabric_of(ranks, backend_of(self._group))
-            what = f"DistributedDataParallel's bucket {index}"
-            raise HolmesError(describe_failure(what, ranks, fabric, str(error))) from error
+            network = session.require().fabric_of(ranks, backend_of(self._group))
+            bucket_name = f"DistributedDataParallel's bucket {index}"
+            message = describe_failure(bucket_name, ranks, network, str(error))
+            raise HolmesError(message) from error

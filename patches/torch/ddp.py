@@ -68,6 +68,8 @@ def postpone_reductions(module: Any) -> BucketReducer | None:
         return None
     has_hook = module in _reducers or module._comm_hooks  # holmes's hook or the program's
     if not has_hook and module.process_group.size() > 1:
+        # The plan did not need a hook when the module was constructed. Reductions that start without a wait
+        # need one, so it is registered now. The attributes have the values of the constructor's arguments.
         arguments = {
             "module": module.module,
             "process_group": module.process_group,
@@ -76,9 +78,11 @@ def postpone_reductions(module: Any) -> BucketReducer | None:
         }
         if not _obstacle_to_hook(arguments):
             _register_holmes_hook(module)
-    reducer = _reducers.get(module)
-    if reducer is None or reducer.program_hook or module.find_unused_parameters or module.static_graph:
-        return None
+    reducer = _reducers.get(module)  # the state of holmes's hook
+    if reducer is None or reducer.program_hook:
+        return None  # DDP or the program's hook reduces
+    if module.find_unused_parameters or module.static_graph:
+        return None  # DDP must write gradients itself
     reducer.postponed = []  # the reducer appends each started bucket to this list, and does not wait for it
     return reducer
 
@@ -119,9 +123,10 @@ def _construct(current, call, instance):
     """
     arguments = call.given()  # of DDP's constructor, by name
     planned_sum = _planned_sum(arguments)
-    obstacle = _obstacle_to_hook(arguments)
+    obstacle = _obstacle_to_hook(arguments)  # an option that excludes a comm hook, in words; else ""
     is_two_level = planned_sum is not None and planned_sum.two_level is not None
-    needs_hook = (is_two_level or _may_train_apart(planned_sum)) and not obstacle
+    is_hook_wanted = is_two_level or _may_train_apart(planned_sum)
+    needs_hook = is_hook_wanted and not obstacle
     has_bucket_size = "bucket_cap_mb" in arguments or "bucket_cap_mb_list" in arguments
 
     if needs_hook and is_two_level and not has_bucket_size:
@@ -131,8 +136,10 @@ def _construct(current, call, instance):
 
     if needs_hook:
         _register_holmes_hook(instance, planned_sum)
+        # close() ends the threads of the two levels when the DDP is deleted. At the interpreter's exit it is
+        # not needed: the threads are daemons.
         end_threads = weakref.finalize(instance, planned_sum.close)
-        end_threads.atexit = False  # the threads are daemons, which end with the interpreter
+        end_threads.atexit = False
     elif is_two_level:
         tell(  # prints on rank 0
             current,
@@ -140,7 +147,7 @@ def _construct(current, call, instance):
             once=True,
         )
     elif current.options.telemetry and not obstacle:
-        _register_holmes_hook(instance)  # calls torch's all-reduce
+        _register_holmes_hook(instance)  # without a planned sum: the hook calls torch's all-reduce
 
     if planned_sum is not None:
         # Note for the job's report whether the gradients are reduced as planned.
@@ -150,10 +157,10 @@ def _construct(current, call, instance):
             planned_sum.size,
             two_levels=is_two_level and not obstacle,
             overlap=True,
-            reported=bool(obstacle),  # rank 0 has printed the reason
+            reported=bool(obstacle),  # whether rank 0 has printed why the job differs from the plan
         )
         if not needs_hook:
-            planned_sum.close()
+            planned_sum.close()  # nothing will be summed by it
 
 
 def _may_train_apart(planned_sum: Any) -> bool:
@@ -164,7 +171,7 @@ def _may_train_apart(planned_sum: Any) -> bool:
     """
     if planned_sum is None or planned_sum.device_type != "cpu":
         return False
-    return planned_sum.apart.settings is not None
+    return planned_sum.apart.settings is not None  # the settings of --holmes-apart
 
 
 def _register_holmes_hook(ddp: Any, planned_sum: Any = None) -> None:
@@ -176,7 +183,10 @@ def _register_holmes_hook(ddp: Any, planned_sum: Any = None) -> None:
     """
     from holmes_ext.runtime.reduce.straddling import flat_all_reduce
 
-    all_reduce = planned_sum.all_reduce if planned_sum is not None else flat_all_reduce(ddp.process_group)
+    if planned_sum is not None:
+        all_reduce = planned_sum.all_reduce
+    else:
+        all_reduce = flat_all_reduce(ddp.process_group)  # torch's own
     reducer = BucketReducer(ddp, all_reduce, planned_sum)
     ddp.register_comm_hook(reducer, two_level_hook)
     _reducers[ddp] = reducer
@@ -197,13 +207,14 @@ def _planned_sum(arguments: dict[str, Any]) -> Any:
     from holmes_ext.runtime.reduce.straddling import GroupSum
 
     trained = [parameter for parameter in arguments["module"].parameters() if parameter.requires_grad]
-    if not trained or any(isinstance(parameter, UninitializedParameter) for parameter in trained):
+    has_uninitialized = any(isinstance(parameter, UninitializedParameter) for parameter in trained)
+    if not trained or has_uninitialized:
         return None
     return GroupSum(
         _group(arguments),
         size=sum(parameter.nbytes for parameter in trained),
         device_type=trained[0].device.type,
-        compress=None,
+        compress=None,  # None in these three: as planned
         all_reduce=None,
         bucket_bytes=None,
         weights=trained,
@@ -218,8 +229,13 @@ def _group(arguments: dict[str, Any]) -> Any:
     """
     import torch.distributed as dist
 
+    process_group = arguments.get("process_group")
+    if process_group:
+        return process_group
     mesh = arguments.get("device_mesh")
-    return arguments.get("process_group") or (mesh.get_group(0) if mesh is not None else dist.group.WORLD)
+    if mesh is not None:
+        return mesh.get_group(0)
+    return dist.group.WORLD
 
 
 def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
@@ -234,11 +250,11 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
         if arguments.get(name):
             return name  # DistributedDataParallel registers a hook of its own for this option
     # With a python_reducer, compiled autograd reduces gradients without buckets.
-    if str(torch._dynamo.config.optimize_ddp).startswith("python_reducer"):
+    optimize_ddp = str(torch._dynamo.config.optimize_ddp)
+    if optimize_ddp.startswith("python_reducer"):
         return "torch._dynamo.config.optimize_ddp = 'python_reducer'"
-    trained = (parameter for parameter in arguments["module"].parameters() if parameter.requires_grad)
-    first = next(trained, None)
-    device = first.device.type if first is not None else "cpu"
+    trained = [parameter for parameter in arguments["module"].parameters() if parameter.requires_grad]
+    device = trained[0].device.type if trained else "cpu"
     if device != "cpu" and backend_of(_group(arguments), device) == "gloo":
         return f"gloo with tensors on {device}"
     return ""
@@ -261,13 +277,14 @@ def _register(call, instance, state, hook):
         return call()  # there is no hook of holmes, or torch raises its error for a second hook
 
     call.refuse_unread_arguments()  # raises an error if a later torch adds an argument
+    # What torch's method does, except for the registration: check the hook, and log its name.
     instance._check_comm_hook(hook)
     instance.logger._set_comm_hook_name(hook.__qualname__)
     effect = _effect_of(hook)
-    reducer.has_registered_hook = True
+    reducer.has_registered_hook = True  # so torch refuses the program's next hook (see above)
     hook_group = state or dist.group.WORLD  # the state of torch's averaging hooks is their process group
     if effect.is_average and hook_group is instance.process_group:
-        reducer.wire_dtype = effect.wire_dtype
+        reducer.wire_dtype = effect.wire_dtype  # holmes's hook sends gradients in this dtype
         return
 
     reducer.program_hook = (state, hook)  # from now on two_level_hook() calls it
@@ -282,7 +299,12 @@ def _register(call, instance, state, hook):
     noted = current.reductions.get(tuple(ranks))
     if noted:  # the constructor noted for the job's report that two levels reduce: correct this
         session.note_reduction(
-            ranks, noted.planned, noted.bytes, two_levels=False, overlap=True, reported=True
+            ranks,
+            noted.planned,
+            noted.bytes,
+            two_levels=False,
+            overlap=True,
+            reported=True,  # rank 0 has just printed why the job differs from the plan
         )
 
 
@@ -299,10 +321,11 @@ def _register_builtin(call, instance, comm_hook_type):
 
     reducer = _reducers.get(instance)
     if reducer is None or reducer.has_registered_hook:
-        return call()
-    call.refuse_unread_arguments()
-    hook = getattr(default_hooks, f"{comm_hook_type.name.lower()}_hook")
-    instance.register_comm_hook(instance.process_group, hook)
+        return call()  # there is no hook of holmes, or torch raises its error for a second hook
+    call.refuse_unread_arguments()  # raises an error if a later torch adds an argument
+    python_name = f"{comm_hook_type.name.lower()}_hook"  # "fp16_compress_hook" for FP16_COMPRESS
+    hook = getattr(default_hooks, python_name)
+    instance.register_comm_hook(instance.process_group, hook)  # runs _register()
 
 
 def _effect_of(hook: Any) -> HookEffect:
@@ -320,9 +343,11 @@ def _effect_of(hook: Any) -> HookEffect:
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if hook is getattr(default_hooks, f"{name}_compress_hook"):
             return HookEffect(is_average=True, wire_dtype=dtype)
-        if getattr(hook, "__qualname__", "").startswith(f"{name}_compress_wrapper."):
-            inner_hook = inspect.getclosurevars(hook).nonlocals["hook"]
-            return HookEffect(is_average=inner_hook is default_hooks.allreduce_hook, wire_dtype=dtype)
+        qualified_name = getattr(hook, "__qualname__", "")
+        if qualified_name.startswith(f"{name}_compress_wrapper."):
+            wrapped_hook = inspect.getclosurevars(hook).nonlocals["hook"]
+            only_averages = wrapped_hook is default_hooks.allreduce_hook
+            return HookEffect(is_average=only_averages, wire_dtype=dtype)
     return HookEffect(is_average=False)
 
 
@@ -338,7 +363,7 @@ def _keep_join_count(call, instance, joinable):
     work = call()
     reducer = _reducers.get(joinable)
     if reducer:
-        reducer.ranks_with_inputs = work  # read when the reducer divides a bucket
+        reducer.ranks_with_inputs = work  # BucketReducer._divisor() waits for it and reads the number
     return work
 
 

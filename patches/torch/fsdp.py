@@ -32,6 +32,7 @@ from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.units import format_bytes
 
 #: Device type -> the hybrid mesh (clusters x ranks of a cluster), which all modules of a model must share.
+#: None: the mesh could not be made. _hybrid_mesh_for() fills the dict; it is empty if FSDP was not used.
 _meshes: dict[str, Any] = {}
 #: Numbers that training with AdamW keeps for each weight: the weight, its gradient and two moments.
 STATES = 4
@@ -78,7 +79,8 @@ def _construct_fsdp1(current, call, instance, module, process_group, sharding_st
         ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
         ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
     }
-    hybrid_strategy = hybrid_strategies.get(sharding_strategy or ShardingStrategy.FULL_SHARD)
+    program_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD  # FSDP1's default
+    hybrid_strategy = hybrid_strategies.get(program_strategy)  # None: it is hybrid, or does not shard
     has_hybrid_groups = isinstance(process_group, tuple)
     has_shaped_mesh = device_mesh is not None and device_mesh.ndim != 1
     if hybrid_strategy is None or has_hybrid_groups or has_shaped_mesh:
@@ -117,17 +119,21 @@ def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type
     if current.options.fsdp != "hybrid":
         return None
     plan = current.plan
-    ranks = group_ranks(mesh.get_group() if mesh is not None else group)
-    if len(plan.by_cluster(ranks)) < 2:
+    if mesh is not None:
+        group = mesh.get_group()
+    ranks = group_ranks(group)
+    clusters = plan.by_cluster(ranks)  # name of the cluster -> its ranks
+    if len(clusters) < 2:
         return None
     if mesh is not None:
         device_type = mesh.device_type
     elif not device_type:
         device_type = _device_type_of_torch()
     if _meshes.get(device_type) is not None:
-        return _meshes[device_type]
+        return _meshes[device_type]  # made by an earlier call
 
-    _meshes[device_type] = None  # FSDP was used, also if an error follows: tell_unused() must not deny it
+    # FSDP was used, also if an error follows. The entry keeps tell_unused() from printing that it was not.
+    _meshes[device_type] = None
     try:
         if len(ranks) < plan.world_size:
             raise HolmesError(
@@ -147,7 +153,9 @@ def _device_type_of_torch() -> str:
     """Return the device type that torch chooses for a mesh: the accelerator's, or "cpu"."""
     import torch
 
-    accelerator = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    if not torch.accelerator.is_available():
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator else "cpu"
 
 
@@ -161,9 +169,10 @@ def _print_cost_of_fsdp2(current, call, instance):
     FSDP2 calls _lazy_init in every forward pass. The first call for the root module finds out that it is the
     root. All sharded modules are known then, so rank 0 prints the predicted time.
     """
-    is_first_call = instance._is_root is None
+    is_first_call = instance._is_root is None  # _lazy_init sets it
     call()
-    if not is_first_call or not instance._is_root or current.rank != 0:
+    has_become_root = is_first_call and instance._is_root
+    if not has_become_root or current.rank != 0:
         return
 
     groups = _parameter_groups(instance)
@@ -174,8 +183,8 @@ def _print_cost_of_fsdp2(current, call, instance):
     if mesh_info.mesh.ndim == 1:
         _print_cost(current, mesh_info.shard_process_group, weights, stored_bytes)
     elif _meshes:  # sharded over the hybrid mesh of holmes
-        _print_cost(current, None, weights, stored_bytes)
-    else:
+        _print_cost(current, group=None, sent=weights, stored_bytes=stored_bytes)
+    else:  # a 2-D mesh of the program
         _print_cost_of_own_mesh(current, mesh_info.mesh, weights)
 
 
@@ -207,7 +216,8 @@ def _sharded_weights(groups: list[Any]) -> tuple[ShardedWeights, float]:
     for group in groups:
         for parameter in group.fsdp_params:
             policy = parameter.mp_policy
-            count = prod(parameter._orig_size)
+            count = prod(parameter._orig_size)  # elements of the whole parameter
+            # Bytes per element: as stored, as gathered, and of the gradient as reduced.
             stored_itemsize = parameter.sharded_param.itemsize
             sent_itemsize = policy.param_dtype.itemsize if policy.param_dtype else stored_itemsize
             gradient_itemsize = policy.reduce_dtype.itemsize if policy.reduce_dtype else sent_itemsize
@@ -220,7 +230,7 @@ def _sharded_weights(groups: list[Any]) -> tuple[ShardedWeights, float]:
         units=len(groups),  # gathered one by one
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
-        again=regathered_bytes / weight_bytes,
+        again=regathered_bytes / weight_bytes,  # share of the weights that is gathered twice
     )
     return sent, stored_bytes
 
@@ -235,11 +245,12 @@ def _print_cost_of_fsdp1(current, call, instance, state):
     Only the root's first call prints: all modules in FullyShardedDataParallel are known then. Nothing is
     printed if the program itself chose a hybrid strategy, which --holmes-fsdp hybrid would not improve.
     """
-    is_first_call = state._is_root is None
+    is_first_call = state._is_root is None  # _lazy_init sets it
     result = call()
-    if not is_first_call or not state._is_root or current.rank != 0:
+    has_become_root = is_first_call and state._is_root
+    if not has_become_root or current.rank != 0:
         return result
-    is_hybrid = getattr(state, "_inter_node_pg", None) is not None
+    is_hybrid = getattr(state, "_inter_node_pg", None) is not None  # FSDP1's group of the replicas
     if is_hybrid and not _meshes:  # holmes made no mesh: the program chose the strategy
         return result
     flat_parameters = [unit._handle.flat_param for unit in state._all_fsdp_states if unit._handle]
@@ -251,10 +262,10 @@ def _print_cost_of_fsdp1(current, call, instance, state):
     )
     sent_bytes = float(stored_bytes)
     sent_dtype = state.mixed_precision.param_dtype
-    if sent_dtype:
+    if sent_dtype:  # weights are gathered in this dtype
         sent_bytes = stored_bytes * (sent_dtype.itemsize / flat_parameters[0].dtype.itemsize)
     sent = ShardedWeights(units=len(flat_parameters), weight_bytes=sent_bytes, gradient_bytes=sent_bytes)
-    shard_group = None if is_hybrid else state.process_group
+    shard_group = None if is_hybrid else state.process_group  # None: --holmes-fsdp hybrid is in use
     _print_cost(current, shard_group, sent, stored_bytes)
     return result
 
@@ -276,17 +287,22 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
     if len(clusters) < 2:
         return
     cluster_sizes = [len(members) for members in clusters.values()]
-    is_hybrid_possible = len(ranks) == plan.world_size and len(set(cluster_sizes)) == 1
-    network_api = network_api_of(backend_of()) or SOCKETS
+    has_all_ranks = len(ranks) == plan.world_size
+    are_clusters_equal = len(set(cluster_sizes)) == 1
+    is_hybrid_possible = has_all_ranks and are_clusters_equal
+    network_api = network_api_of(backend_of()) or SOCKETS  # that of NCCL, or sockets
+    # Seconds of a step. "Flat": shards over all ranks. "Hybrid": shards inside each cluster; where this is
+    # not possible, hybrid_s is not printed.
     flat_s = sharded_seconds(plan, ranks, sent, network_api, hybrid=False)
     hybrid_s = sharded_seconds(plan, ranks, sent, network_api, hybrid=is_hybrid_possible)
 
-    hybrid_memory = format_bytes(STATES * stored_bytes / cluster_sizes[0])
-    flat_memory = format_bytes(STATES * stored_bytes / len(ranks))
+    all_states_bytes = STATES * stored_bytes  # weights, gradients and AdamW's two moments
+    hybrid_memory = format_bytes(all_states_bytes / cluster_sizes[0])
+    flat_memory = format_bytes(all_states_bytes / len(ranks))
     memory = (
         f"{hybrid_memory} of weights, gradients and AdamW's moments on each rank in place of {flat_memory}"
     )
-    if group is None:
+    if group is None:  # --holmes-fsdp hybrid is in use
         text = (f"FSDP hybrid: sharded inside each of {len(clusters)} clusters, {hybrid_s:.3g} s of a step "
                 f"in place of {flat_s:.3g} s (predicted), with {memory}")
     else:
@@ -311,13 +327,14 @@ def _print_cost_of_own_mesh(current: Session, mesh: Any, sent: ShardedWeights) -
         return
     network_api = network_api_of(backend_of()) or SOCKETS
     slowest_s = max(sharded_seconds(plan, row, sent, network_api) for row in rows)
-    dimension = mesh.mesh_dim_names[1] if mesh.mesh_dim_names else "1"
+    dimension = mesh.mesh_dim_names[1] if mesh.mesh_dim_names else "1"  # the sharding dimension
 
     clusters = plan.by_cluster(range(plan.world_size))  # name of the cluster -> its ranks
+    # Rows of this size, or of a divisor of it, divide each cluster without spanning two.
     largest_fitting_size = gcd(*(len(members) for members in clusters.values()))
     if largest_fitting_size > 1:
         advice = f"size {largest_fitting_size}, or a part of it, would not"
-    else:
+    else:  # with every size of at least 2, a row spans clusters
         counts = ", ".join(f"{cluster} {len(members)}" for cluster, members in clusters.items())
         advice = f"any size does (ranks of clusters: {counts})"
     tell(

@@ -84,7 +84,10 @@ def _give_group_its_nic(
     if is_default_group:
         is_fake = str(backend) == "fake"  # one process stands for all ranks: no other rank would come
         agree_on_patches(store, current, waits=not is_fake)
-    ranks = tuple(global_ranks_in_group) or tuple(range(current.plan.world_size))
+    if is_default_group:
+        ranks = tuple(range(current.plan.world_size))
+    else:
+        ranks = tuple(global_ranks_in_group)
     if current.rank not in ranks:
         return call()
 
@@ -122,9 +125,10 @@ def _give_split_group_its_nic(
 
     parent: Any = parent_pg or dist.group.WORLD
     my_rank = dist.get_rank(parent)
-    my_part = next((part for part in split_ranks or () if my_rank in part), None)
+    parts = split_ranks or ()  # each part lists ranks within the parent group
+    my_part = next((part for part in parts if my_rank in part), None)
     if my_part is None:
-        return call()
+        return call()  # this rank is in no part
 
     ranks = tuple(dist.get_global_rank(parent, rank) for rank in my_part)
     backend = backend_of(parent)
@@ -182,6 +186,7 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
     first = json.loads(store.compare_set(f"{prefix}/first", "", json.dumps(mine)))
     difference = _difference(mine, first)
     if difference:
+        # Sets the key if no rank has set it before, and returns its value.
         reported = store.compare_set(f"{prefix}/difference", "", difference).decode()
         if reported == difference:
             raise HolmesError(difference)
@@ -190,7 +195,8 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
         return
 
     store.set(f"{prefix}/rank/{current.rank}", "")
-    if store.add(f"{prefix}/count", 1) == current.plan.world_size:
+    agreeing_ranks = store.add(f"{prefix}/count", 1)
+    if agreeing_ranks == current.plan.world_size:  # this rank is the last
         store.set(f"{prefix}/difference", "none")
     _wait_for_all_ranks(store, prefix, current)
     difference = store.get(f"{prefix}/difference").decode()
@@ -209,10 +215,14 @@ def _difference(mine: dict[str, str], first: dict[str, str]) -> str:
         first: Describes the rank that came first, with the same keys.
     """
     keys = sorted({*mine, *first} - {"who"})
-    key = next((key for key in keys if mine.get(key) != first.get(key)), None)
-    if key is None:
+    different_keys = [key for key in keys if mine.get(key) != first.get(key)]
+    if not different_keys:
         return ""
-    verb = "differ in" if key == "plan's digest" else "are patched differently:"
+    key = different_keys[0]
+    if key == "plan's digest":
+        verb = "differ in"
+    else:  # the name of a patch
+        verb = "are patched differently:"
     my_value = f"{mine.get(key)!r} on {mine['who']}"
     first_value = f"{first.get(key)!r} on {first['who']}"
     return f"the ranks {verb} {key}: it is {my_value} and {first_value}; install and give the same everywhere"
@@ -261,7 +271,8 @@ def _nccl_options(
     """
     from torch.distributed import ProcessGroupNCCL
 
-    if not hasattr(ProcessGroupNCCL.Options().config, "net_name"):
+    can_choose_network = hasattr(ProcessGroupNCCL.Options().config, "net_name")
+    if not can_choose_network:
         return program_options  # NCCL before 2.17 chooses the network itself
     transport = current.transport(ranks, "nccl")  # the planned network of these ranks
     try:
@@ -285,7 +296,7 @@ def _record(current: Session, name: str, ranks: tuple[int, ...], backend: str, o
     transport = as_made(planned, current.node, backend, current.site.fabric_by_name, options)
     current.groups.append(GroupRecord(name, ranks, backend, transport))
     if current.options.verbose == "on" and current.rank == ranks[0]:
-        members = some_of(ranks, separator=",")
+        members = some_of(ranks, separator=",")  # a long list is cut
         port = transport.interface or transport.net_name or "NVLink/memory"
         tell_user(f"group {name or 'world'} [{members}] {backend}: {transport.fabric} via {port}")
 

@@ -50,13 +50,19 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """
     from torch.optim import Optimizer
 
-    def adapter() -> training.FrameworkAdapter:
-        return training.FrameworkAdapter("torch", lambda: weights_of(optimizer),
-                                         lambda: _local(_parameters(optimizer)[0][1]).device)
+    def device() -> Any:
+        _, first_parameter = _parameters(optimizer)[0]
+        return _local(first_parameter).device
 
-    # claim() makes the job join, with the weights of the first optimizer that makes a step.
+    def adapter() -> training.FrameworkAdapter:
+        """Describe the weights that the job exchanges. claim() calls this once, before the first step."""
+        return training.FrameworkAdapter("torch", weights=lambda: weights_of(optimizer), device=device)
+
+    # The first optimizer that makes a step becomes the owner: the job joins with its weights.
     is_first_optimizer = training.claim(optimizer, adapter)
-    if not is_first_optimizer and isinstance(training.owner(), Optimizer):
+    # If an engine, e.g. DeepSpeed's, is the owner, it counts the steps of its optimizers itself.
+    is_owned_by_optimizer = isinstance(training.owner(), Optimizer)
+    if not is_first_optimizer and is_owned_by_optimizer:
         raise HolmesError("--holmes-join: the script has two optimizers; jobs of one optimizer can join")
 
 
@@ -85,13 +91,14 @@ def weights_of(optimizer: Any) -> training.WeightShards:
                 f"--holmes-join: parameter {name} is not contiguous in memory, so jobs cannot join")
         parts.append((name, _offset(name, parameter), local.view(-1)))
 
-    addresses = [(parameter, _local(parameter).data_ptr()) for _, parameter in named]
+    addresses = [(parameter, _local(parameter).data_ptr()) for _, parameter in named]  # at this moment
 
     def have_moved() -> bool:
+        """Return whether a parameter has other memory by now than when weights_of() was called."""
         return any(_local(parameter).data_ptr() != address for parameter, address in addresses)
 
     return training.WeightShards(
-        position="all ranks",
+        position="all ranks",  # there is no model parallelism: all ranks have parts of the same tensors
         tensors=[(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named],
         parts=parts,
         moved=have_moved,
@@ -105,7 +112,7 @@ def _parameters(optimizer: Any) -> list[tuple[str, Any]]:
     """
     parameters = []
     for group_number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names")
+        names = group.get("param_names")  # those that the program gave, if any
         if not names:
             names = [f"group {group_number} parameter {number}" for number in range(len(group["params"]))]
         parameters += [
@@ -134,7 +141,8 @@ def _offset(name: str, parameter: Any) -> int:
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    placements = parameter.placements
+    placements = parameter.placements  # of the DTensor
+    # The shape of this rank's shard, and the index of its first element in each dimension.
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, placements
     )
@@ -147,7 +155,9 @@ def _offset(name: str, parameter: Any) -> int:
             f"--holmes-join: parameter {name} is sharded as {placements}; a job can join if its weights"
             " are replicated, or sharded along their first dimension"
         )
-    if not parameter.dim() or not parameter._local_tensor.numel():
+    is_scalar = not parameter.dim()
+    is_empty = not parameter._local_tensor.numel()
+    if is_scalar or is_empty:
         return 0
     first_row = int(offset[0])
     row_length = parameter.numel() // parameter.shape[0]
@@ -177,7 +187,8 @@ def _sample_job_part(call, instance, num_replicas, rank):
         num_replicas = dist.get_world_size()
     if rank is None:
         rank = dist.get_rank()
-    return call(num_replicas=part_count * num_replicas, rank=k + part_count * rank)
+    replica = k + part_count * rank  # k + K * r
+    return call(num_replicas=part_count * num_replicas, rank=replica)
 
 
 PATCHES = (

@@ -60,8 +60,8 @@ def _step(current, call, instance):
     passes. If the plan lists none, or they do not fit the schedule, the schedule runs its own passes.
     """
     if not instance._has_backward:
-        return call()
-    if instance not in _runtimes:
+        return call()  # evaluation: the plan's passes are those of training steps
+    if instance not in _runtimes:  # the first training step
         _runtimes[instance] = _planned_runtime(current, instance)
     planned = _runtimes[instance]
     if planned is None:
@@ -70,7 +70,7 @@ def _step(current, call, instance):
     outputs = planned.runtime.step(*call.args, **call.kwargs)  # in place of the schedule's own step
     if planned.leaves_gradients_undivided:
         divisor = instance._n_microbatches if instance.scale_grads else 1
-        instance._stage.scale_grads(divisor)  # divides the gradients
+        instance._stage.scale_grads(divisor)  # divides the gradients of the stage by it
     return outputs
 
 
@@ -103,14 +103,13 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
 
     runtime = _empty_runtime(schedule)
     _load_passes(runtime, order)
-    actions_of_rank = runtime.pipeline_order_with_comms  # passes, sends and receives
-    actions_of_rank[runtime.rank] = _with_receives_moved(
-        actions_of_rank[runtime.rank], order, stage.stage_index
-    )
+    actions_of_rank = runtime.pipeline_order_with_comms  # rank -> its passes, sends and receives
+    torch_actions = actions_of_rank[runtime.rank]
+    actions_of_rank[runtime.rank] = _with_receives_moved(torch_actions, order, stage.stage_index)
     _weight_gradients[stage] = WeightGradients()  # from now on _run_backward() postpones weight gradients
     last_letter, _ = order.stages[stage.stage_index][-1]  # a pass is (letter, micro-batch)
     ends_with_weight_gradients = last_letter == "W"
-    is_before_torch_2_10 = not hasattr(schedules, "REDUCE_GRAD")
+    is_before_torch_2_10 = not hasattr(schedules, "REDUCE_GRAD")  # torch 2.10 added it
     return PlannedRuntime(
         runtime, leaves_gradients_undivided=ends_with_weight_gradients and is_before_torch_2_10
     )
@@ -200,13 +199,15 @@ def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> li
         if operation != "RECV":
             passes_and_sends.append(action)
             continue
-        # Link k connects stages k and k + 1. Activations arrive from the preceding stage, gradients from the
-        # next stage.
-        link = stage - 1 if letter == "F" else stage
+        # Link k connects stages k and k + 1.
+        if letter == "F":
+            link = stage - 1  # activations arrive from the preceding stage
+        else:
+            link = stage  # gradients arrive from the next stage
         sent_before = order.posted_after(link, letter, action.microbatch_index)  # or None: at_beginning
         receives_after[sent_before].append(action)
 
-    ordered = receives_after[at_beginning]
+    ordered = receives_after[at_beginning]  # the result, in which these receives are the first actions
     for action in passes_and_sends:
         ordered.append(action)
         operation, _, letter = action.computation_type.name.partition("_")
@@ -224,7 +225,8 @@ def _run_forward(call, instance, fwd_chunk_id):
     If the stage runs passes that holmes's plan lists, linear layers prepare to compute their weight gradients
     separately from the backward pass.
     """
-    if instance not in _weight_gradients or not instance.has_backward:
+    runs_planned_passes = instance in _weight_gradients
+    if not runs_planned_passes or not instance.has_backward:
         return call()
     with _weight_gradients[instance].of(fwd_chunk_id):  # linear layers register with this micro-batch
         return call()
@@ -248,7 +250,7 @@ def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
     # last_backward=True would make DistributedDataParallel and FSDP reduce; these stages are in neither.
     result = call(full_backward=True, last_backward=False)
     if full_backward:
-        _weight_gradients[instance].make(bwd_chunk_id)
+        _weight_gradients[instance].make(bwd_chunk_id)  # computes the weight gradients of this micro-batch
     return result
 
 
@@ -263,7 +265,7 @@ def _compute_weight_gradients(call, instance, bwd_chunk_id, last_backward=False)
     """
     if instance not in _weight_gradients:
         return call()  # the stage does not run the plan's passes
-    call.refuse_unread_arguments()
+    call.refuse_unread_arguments()  # raises an error if a later torch adds an argument
     return _weight_gradients[instance].make(bwd_chunk_id)
 
 

@@ -37,8 +37,9 @@ from holmes_ext.runtime.session import Session
 #: Process group of a pipeline -> rank of a neighbouring stage -> process group of that pair of ranks.
 _pair_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 #: Stages of the current step whose gradients are not reduced yet -> torch's division of these gradients by
-#: the number of micro-batches, which _postpone_scaling() stores and _step() calls.
-_postponed_scaling: dict[Any, Callable[[], Any]] = {}
+#: the number of micro-batches. _step() adds the stages with None, _postpone_scaling() stores the divisions,
+#: and _step() calls them at the end of the training step.
+_postponed_scaling: dict[Any, Callable[[], Any] | None] = {}
 
 
 def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> None:
@@ -63,10 +64,14 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
     else:
         _pair_groups[group] = pair_groups(current, group)
 
+    # Stages of a model that torch has traced have pipe_info. Only they may have skip connections, whose
+    # messages stay on the pipeline's group.
     is_traced = any(hasattr(stage, "pipe_info") for stage in stages)
-    if _pair_groups[group] and backend_of(group) == "nccl" and is_traced:
+    has_pair_groups = bool(_pair_groups[group])
+    if has_pair_groups and is_traced and backend_of(group) == "nccl":
         _make_communicator(group)
-    tell(current, _warning_of_unreduced_gradients(schedule, stages), once=True)  # rank 0 prints it, if any
+    warning = _warning_of_unreduced_gradients(schedule, stages)
+    tell(current, warning, once=True)  # rank 0 prints it; "" prints nothing
 
 
 def _make_communicator(group: Any) -> None:
@@ -98,9 +103,11 @@ def sizes_of(current: Session, pipeline_ranks: list[int]) -> Sizes | None:
     stage_count = len(pipeline_ranks)
     planned = current.plan.sizes
     if stage_count < 2 or world_size % stage_count:
-        return None
-    if planned is not None and planned.group(pipeline_ranks[0], "pp") == tuple(pipeline_ranks):
-        return planned
+        return None  # no pipeline, or not a part of equal pipelines
+    if planned is not None:
+        planned_pipeline = planned.group(pipeline_ranks[0], "pp")  # ranks of the first rank's pipeline
+        if planned_pipeline == tuple(pipeline_ranks):
+            return planned
 
     pipeline_count = world_size // stage_count
     distance = pipeline_ranks[1] - pipeline_ranks[0]
@@ -123,10 +130,12 @@ def _warning_of_unreduced_gradients(schedule: Any, stages: Any) -> str:
 
     modules = [stage.submod for stage in stages if isinstance(stage.submod, DistributedDataParallel)]
     has_replicas = any(module.process_group.size() != 1 for module in modules)
-    computation_types = set()
-    for actions in getattr(schedule, "pipeline_order", {}).values():
+    computation_types = set()  # names of the passes in the schedule
+    actions_of_ranks = getattr(schedule, "pipeline_order", {})  # rank -> its passes, None where it idles
+    for actions in actions_of_ranks.values():
         computation_types |= {action.computation_type.name for action in actions if action is not None}
-    if not has_replicas or "BACKWARD_WEIGHT" not in computation_types:
+    has_weight_passes = "BACKWARD_WEIGHT" in computation_types
+    if not has_replicas or not has_weight_passes:
         return ""
     return (f"{type(schedule).__name__} computes weight gradients where DistributedDataParallel's hooks do "
             f"not see them: torch leaves them unreduced, so replicas drift apart; use fully_shard")
@@ -155,7 +164,8 @@ def _send_over_pair_groups(call, instance, p2p_ops):
     """
     if not p2p_ops:
         return call()
-    group_of_peer = _pair_groups.get(p2p_ops[0].group)
+    pipeline_group = p2p_ops[0].group
+    group_of_peer = _pair_groups.get(pipeline_group)  # rank of a neighbouring stage -> group of the pair
     if not group_of_peer:
         return call()  # the pipeline has no groups of pairs
 
@@ -169,7 +179,7 @@ def _send_over_pair_groups(call, instance, p2p_ops):
     works = _WorkList()
     for ops in ops_of_group.values():
         started = call(p2p_ops=ops)
-        if isinstance(started, list):
+        if isinstance(started, list):  # since torch 2.8; before, a single Work
             works += started
         else:
             works.append(started)
@@ -189,7 +199,8 @@ def _step(current, call, instance):
     After the wait, the gradients are divided by the number of micro-batches (see _postpone_scaling).
     """
     global _postponed_scaling
-    stages = getattr(instance, "_stages", None) or [instance._stage]  # several stages a rank, or one
+    # Only schedules with several stages a rank have `_stages`.
+    stages = getattr(instance, "_stages", None) or [instance._stage]
     _prepare_pipeline(current, instance, stages)  # at the first step
     reducer_of: dict[Any, BucketReducer] = {}
     if instance._has_backward:
@@ -202,14 +213,16 @@ def _step(current, call, instance):
         # lets a _PipelineScheduleRuntime do the work of a schedule. So _postponed_scaling is not changed.
         return call()
 
-    # Stage -> the division of its gradients. When torch wants to divide, _postpone_scaling() stores the
-    # division here. Until then the function does nothing.
-    _postponed_scaling = dict.fromkeys(reducer_of, lambda: None)
+    # Stage -> the division of its gradients. When torch wants to divide during call(), _postpone_scaling()
+    # stores the division here in place of None.
+    _postponed_scaling = dict.fromkeys(reducer_of)
     try:
         result = call()
         for stage, reducer in reducer_of.items():
             reducer.finish()  # waits for the stage's reductions, most of which have ended under LoopedBFS
-            _postponed_scaling[stage]()
+            divide_gradients = _postponed_scaling[stage]
+            if divide_gradients is not None:
+                divide_gradients()
     finally:
         _postponed_scaling = {}
         for reducer in reducer_of.values():
@@ -228,7 +241,7 @@ def _postpone_scaling(call, instance):
     division afterwards.
     """
     if instance not in _postponed_scaling:
-        return call()
+        return call()  # DistributedDataParallel has waited for the reduction itself, or there is none
     _postponed_scaling[instance] = call  # called by _step()
 
 

@@ -59,23 +59,28 @@ def _recording(original: Any, name: str, payload: int | None, peer: int | None =
         payload: Position of the argument that is sent or received; None if the operation has none.
         peer: Position of the argument with the other rank, of a send or receive; None for other operations.
     """
-    last_position = max(-1 if position is None else position for position in (payload, peer))
+    read_positions = [position for position in (payload, peer) if position is not None]
+    last_position = max(read_positions, default=-1)
 
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record the operation, and call the method of ProcessGroup (`self`) that starts it."""
         recorder = telemetry.recorder
+        if recorder is None:  # without telemetry
+            return original(self, *args, **kwargs)
         operation = None
-        if recorder is not None and len(args) > last_position:
+        has_arguments = len(args) > last_position  # else they were passed by keyword: nothing is recorded
+        if has_arguments:
             size = 0 if payload is None else _size_in_bytes(args[payload])
             peer_rank = None if peer is None else args[peer]
             operation = recorder.launch(self, name, size, peer_rank)
-        if recorder is None or operation is None:  # None also while a CUDA graph is captured
+        if operation is None:  # also while a CUDA graph is captured
             return original(self, *args, **kwargs)
         try:
             work = original(self, *args, **kwargs)
         except BaseException:
-            recorder.failed(operation)
+            recorder.failed(operation)  # the operation did not start
             raise
-        recorder.launched(operation, work, self)
+        recorder.launched(operation, work, self)  # Work.wait of `work` finds the operation from now on
         return work
 
     return start
@@ -85,9 +90,12 @@ def _recording_wait(original: Any) -> Any:
     """Return a method that calls Work.wait, and records how long the program waits for the operation."""
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call Work.wait of `self`, and record its duration if the start of the operation was recorded."""
         recorder = telemetry.recorder
-        operation = recorder.by_work.get(id(self)) if recorder is not None else None
-        if recorder is None or operation is None:
+        if recorder is None:  # without telemetry
+            return original(self, *args, **kwargs)
+        operation = recorder.by_work.get(id(self))  # None: its start was not recorded
+        if operation is None:
             return original(self, *args, **kwargs)
         return recorder.wait(operation, lambda: original(self, *args, **kwargs))
 

@@ -67,7 +67,7 @@ def find_nccl(option: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSo
         HolmesError: There is no source, or the emulated GPUs do not support its version of NCCL.
     """
     given = option or os.environ.get(VARIABLE)  # VARIABLE is "HOLMES_NCCL_SOURCE"
-    path = Path(given).resolve() if given else default_nccl_folder()
+    path = Path(given).resolve() if given else default_nccl_folder()  # a checkout or an archive
     if given and not path.exists():
         raise HolmesError(f"{given}: there is no such NCCL source; git clone -b v{wanted}-1 {REPOSITORY}")
     if not path.exists():
@@ -89,13 +89,19 @@ def _read_version(folder: Path, where: str) -> NcclSource:
         HolmesError: The folder is no checkout of NCCL, or has another minor version than those in TRIED.
     """
     makefile = folder / "makefiles" / "version.mk"
-    text = makefile.read_text() if makefile.is_file() and (folder / "src/init.cc").is_file() else ""
+    has_code = (folder / "src/init.cc").is_file()
+    if has_code and makefile.is_file():
+        text = makefile.read_text()
+    else:
+        text = ""  # in which no version is found
+    # Lines like "NCCL_MAJOR   := 2".
     numbers = re.findall(r"^NCCL_(?:MAJOR|MINOR|PATCH)\s*:=\s*(\d+)", text, re.MULTILINE)
     if len(numbers) != 3:
         raise HolmesError(f"{where} is no checkout of NCCL (it lacks src/init.cc or makefiles/version.mk)")
     major, minor, patch = map(int, numbers)
-    tried = [tuple(map(int, release.split("."))) for release in TRIED]
-    if (major, minor) not in [version[:2] for version in tried]:
+    tried = [tuple(map(int, release.split("."))) for release in TRIED]  # (major, minor, patch)
+    supported_minor_versions = [version[:2] for version in tried]
+    if (major, minor) not in supported_minor_versions:
         raise HolmesError(
             f"{where} is NCCL {major}.{minor}.{patch}; the emulated GPU takes {', '.join(TRIED)}: git -C"
                           f" {where} checkout v{TRIED[2]}-1")

@@ -53,8 +53,10 @@ def started(lab: Lab, launcher: str, command: Sequence[str], *, order: Sequence[
     Returns:
         The running job, whose "ranks" are the launcher's programs, and the host of each of them.
     """
-    nodes = [node for node in lab.nodes if order is None or node.name in order]
-    if order is not None:
+    if order is None:
+        nodes = list(lab.nodes)
+    else:
+        nodes = [node for node in lab.nodes if node.name in order]
         nodes.sort(key=lambda node: order.index(node.name))
     count = ranks.processes_for_each(nodes, processes, lab.spec.source)
     if launcher in PACKAGES and not starts_itself(launcher, command):  # `command` has no launcher yet

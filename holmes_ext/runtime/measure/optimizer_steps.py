@@ -41,7 +41,7 @@ class StepCounter:
         parameter = _first_parameter(optimizer)  # stands for all parameters that this optimizer step updated
         leader = self._leader() if self._leader is not None else None  # None if the program deleted it
         is_updated_again = any(other() is parameter for other in self._updated_since_leader)
-        if leader is None or is_updated_again:
+        if leader is None or is_updated_again:  # this parameter becomes the leader
             leader = parameter
             self._leader = weakref.ref(parameter)
         if parameter is leader:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime.groups.backend import network_api_of
@@ -28,6 +28,14 @@ from holmes_ext.words import some_of, tell_user
 COMPARED_STEP = 2
 _HOW_SUMMED = {True: "in two levels", False: "in one ring"}  # by whether the reduction is hierarchical
 _WHEN_SUMMED = {True: "under the last backward pass", False: "after the backward pass"}  # by overlap
+
+
+class Difference(NamedTuple):
+    """A difference between what the job did and what holmes planned."""
+
+    # A sentence. It contains no rank, so that it is the same on all ranks and can be printed by one of them.
+    text: str
+    is_explained: bool = False  # whether its reason has been printed before
 
 
 class Comparison:
@@ -53,11 +61,12 @@ class Comparison:
         self.steps += 1
         if self.steps != COMPARED_STEP:
             return
-        deviations = dict(find_differences(self.current))  # text -> whether its reason was printed before
-        for text, is_explained in deviations.items():
+        # Two process groups may have the same difference: it is printed once.
+        differences = dict(find_differences(self.current))  # text -> is_explained
+        for text, is_explained in differences.items():
             if not is_explained and _is_first_to_report(self.current, text):
                 tell_user(f"not as planned: {text}")
-        self.put({"done": {**summary(self.current), "differences": list(deviations)}})
+        self.put({"done": {**summary(self.current), "differences": list(differences)}})  # for the report
 
 
 def _is_first_to_report(current: Session, text: str) -> bool:
@@ -87,32 +96,32 @@ def summary(current: Session) -> dict[str, Any]:
         "in_flight": for each pipeline stage, the micro-batches that it began before its first backward pass.
             The list is empty if the framework used its own schedule.
     """
-    stages = ((current.plan.stage_of(ranks), reduction) for ranks, reduction in current.reductions.items())
-    rows = [[stage, reduction.two_levels, reduction.overlap] for stage, reduction in stages
-            if stage is not None]
+    rows = []
+    for ranks, reduction in current.reductions.items():
+        stage = current.plan.stage_of(ranks)
+        if stage is not None:  # None: the ranks are not the replicas of one stage
+            rows.append([stage, reduction.two_levels, reduction.overlap])
     return {"reductions": sorted(rows), "in_flight": list(current.in_flight)}
 
 
-def find_differences(current: Session) -> Iterator[tuple[str, bool]]:
-    """Yield each difference between what the job did and what holmes planned.
-
-    Yields:
-        A sentence, and whether its reason has been printed before. The sentence contains no rank, so that it
-        is the same on all ranks and can be printed by one of them.
-    """
+def find_differences(current: Session) -> Iterator[Difference]:
+    """Yield each difference between what the job did and what holmes planned."""
     sizes, world = current.plan.sizes, current.plan.world_size
     for record in current.groups:  # the process groups that were created
         planned = current.transport(record.ranks, record.backend).fabric
         if record.transport.fabric != planned:
             kind = kind_of(record.ranks, record.name, sizes, world)  # e.g. "data"
-            yield f"{kind} groups are on {record.transport.fabric}, planned on {planned}", False
-    for ranks, reduction in current.reductions.items():
-        if text := _reduction_difference(reduction):
-            yield f"gradients of {_stage(current, ranks)} are summed {text}", reduction.reported
-    if text := _missing_reduction(current):
-        yield text, False
-    if text := _in_flight_difference(current):
-        yield text, False
+            yield Difference(f"{kind} groups are on {record.transport.fabric}, planned on {planned}")
+
+    for ranks, reduction in current.reductions.items():  # those that holmes made
+        text = _reduction_difference(reduction)
+        if text:
+            sentence = f"gradients of {_stage(current, ranks)} are summed {text}"
+            yield Difference(sentence, is_explained=reduction.reported)
+
+    for sentence in (_missing_reduction(current), _in_flight_difference(current)):
+        if sentence:
+            yield Difference(sentence)
 
 
 def _stage(current: Session, ranks: Iterable[int]) -> str:
@@ -128,11 +137,13 @@ def _reduction_difference(reduction: DoneReduction) -> str:
     may overlap reductions by itself.
     """
     planned = reduction.planned
-    # Planned in two levels are only reductions of a certain size, which pay for the second level.
-    two_levels = bool(planned.clusters) and reduction.bytes >= planned.two_level_from
-    if reduction.two_levels != two_levels:
+    spans_clusters = bool(planned.clusters)
+    # Below a certain size a single ring is faster: the plan uses two levels from this size on.
+    is_large = reduction.bytes >= planned.two_level_from
+    is_planned_in_two_levels = spans_clusters and is_large
+    if reduction.two_levels != is_planned_in_two_levels:
         # e.g. "in one ring, planned in two levels"
-        return f"{_HOW_SUMMED[reduction.two_levels]}, planned {_HOW_SUMMED[two_levels]}"
+        return f"{_HOW_SUMMED[reduction.two_levels]}, planned {_HOW_SUMMED[is_planned_in_two_levels]}"
     if planned.overlap and not reduction.overlap:
         # "after the backward pass, planned under the last backward pass"
         return f"{_WHEN_SUMMED[False]}, planned {_WHEN_SUMMED[True]}"
@@ -151,18 +162,21 @@ def _missing_reduction(current: Session) -> str:
     stage = sizes.stage(current.rank)
     backend = current.groups[0].backend  # e.g. "gloo"
     planned = plan.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
-    # What holmes can do for this framework: overlapped reductions, hierarchical ones.
-    overlap = planned.overlap and bool(engine.features.get("overlap"))
-    two_levels = bool(planned.clusters) and bool(engine.features.get("two-level"))
-    if not (overlap or two_levels):
-        return ""
+    # holmes can make a planned reduction if its feature for this framework is on.
+    is_overlap_expected = planned.overlap and bool(engine.features.get("overlap"))
+    is_two_level_expected = bool(planned.clusters) and bool(engine.features.get("two-level"))
+    if not is_overlap_expected and not is_two_level_expected:
+        return ""  # the plan leaves the reduction to the framework
     is_recorded = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
     # The data- and context-parallel ranks, over which this rank's gradients are reduced.
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}
     has_network = current.fabric_of(group, backend) is not None  # a group inside a node has none
     if is_recorded or not has_network:
         return ""
-    how = _HOW_SUMMED[True] if two_levels else _WHEN_SUMMED[True]  # "in two levels", "under the ... pass"
+    if is_two_level_expected:
+        how = _HOW_SUMMED[True]  # "in two levels"
+    else:
+        how = _WHEN_SUMMED[True]  # "under the last backward pass"
     return f"gradients of stage {stage} are summed by {engine.name} itself, planned {how}"
 
 

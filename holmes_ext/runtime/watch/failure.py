@@ -100,16 +100,22 @@ def describe_nccl_failure() -> str | None:
     torch's watchdog ends the process without an exception in Python, so this message is the only one.
     """
     current = session.active()  # the state of holmes in this process
-    failed = sorted(nccl_errors(), key=lambda failure: len(failure[0]))  # (ranks of a group, error)
-    if current is None or not failed:
+    failures = nccl_errors()  # (ranks of a group, error)
+    if current is None or not failures:
         return None
-    ranks, error = failed[0]  # the smallest group tells most about who is lost
+    # The error of the smallest group is reported: few of its ranks can be the lost ones.
+    ranks, error = min(failures, key=lambda failure: len(failure[0]))
     others = [rank for rank in ranks if rank != current.rank]
-    nodes = some_of(list(dict.fromkeys(map(current.plan.node_of, others))))
-    lost = f"{'one of ' if len(others) > 1 else ''}node {nodes} (rank {some_of(others)}) is lost"
-    cause = lost if error != "TIMEOUT" else "the timeout has passed"
+    distinct_nodes = dict.fromkeys(current.plan.node_of(rank) for rank in others)
+    nodes = some_of(list(distinct_nodes))
+    one_of = "one of " if len(others) > 1 else ""
+    if error == "TIMEOUT":
+        cause = "the timeout has passed"
+    else:
+        cause = f"{one_of}node {nodes} (rank {some_of(others)}) is lost"
     text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
-    # If another rank has ended before because of bad input, its message is returned instead.
+    # If another rank has ended before because of bad input, its message is returned instead. INPUT
+    # ("holmes: ") marks bad input; the caller adds the same prefix again.
     return _bad_input_or(me(current), text).removeprefix(INPUT)
 
 

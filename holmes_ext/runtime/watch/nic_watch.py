@@ -49,32 +49,50 @@ class NicWatch:
                 return
 
     def look(self, now: float) -> None:
-        """One look at the NICs, at time `now` in seconds."""
+        """Check the NICs that the job uses: report those that fail or come back, and end the job if needed.
+
+        Args:
+            now: Seconds of a monotonic clock.
+        """
         current = session.active()
         if current is None:
             return
-        if not self._told_failure and (failed := describe_nccl_failure()):
-            self._told_failure = True
-            _tell(failed)
-        troubled = {port.name: (port, problem) for port in nics.in_use(current)
-                    if (problem := self._trouble(port))}
-        if self._ignored is None:  # was so as the job started (another machine's sysfs, a virtual device)
+        if not self._told_failure:
+            nccl_failure = describe_nccl_failure()
+            if nccl_failure:
+                self._told_failure = True
+                _tell(nccl_failure)
+
+        troubled = {}  # name of a NIC -> the NIC, and its problem in words
+        for port in nics.in_use(current):
+            problem = self._trouble(port)
+            if problem:
+                troubled[port.name] = (port, problem)
+        if self._ignored is None:
+            # At the first check, a problem is no failure: another machine's sysfs, or a virtual device.
             self._ignored = set(troubled)
+
+        # self._since: name of a NIC -> time at which its problem was first seen.
         for name in [name for name in self._since if name not in troubled]:
             away = now - self._since.pop(name)
             self._tell_once(current, f"NIC {name} of node {current.node.name} is back after {away:.0f} s")
         for name, (port, problem) in troubled.items():
-            fault = f"{nics.say(current.node, port)} {problem}"
-            away = now - self._since.get(name, now)
             if name in self._ignored:
                 continue
-            if name not in self._since:
+            fault = f"{nics.say(current.node, port)} {problem}"
+            if name not in self._since:  # a new problem
                 self._since[name] = now
-                then = f"; the job ends in {self.patience_s:g} s unless it comes back (--holmes-patience)"
-                self._tell_once(current, fault + (then if self.patience_s else ""))
-            elif (0 < self.patience_s <= away
-                  and any(group.transport.fabric == port.fabric for group in current.groups)):
-                self.ended.set()
+                line = fault
+                if self.patience_s:
+                    way_out = "unless it comes back (--holmes-patience)"
+                    line += f"; the job ends in {self.patience_s:g} s {way_out}"
+                self._tell_once(current, line)
+                continue
+            away = now - self._since[name]
+            is_patience_over = 0 < self.patience_s <= away  # with 0 the job is never ended
+            is_needed = any(group.transport.fabric == port.fabric for group in current.groups)
+            if is_patience_over and is_needed:
+                self.ended.set()  # ends run()
                 self._end(f"{me(current)}: {fault} for {away:.0f} s, and groups of this rank need it; "
                           "the job ends here")
                 return

@@ -117,7 +117,7 @@ def hook_optimizers(recorder: telemetry.Recorder) -> None:
     def before_step(*_: Any) -> None:
         span = telemetry.span("optimizer")  # a context manager that measures a duration
         open_spans.append(span)
-        span.__enter__()
+        span.__enter__()  # the measurement starts; after_step() ends it
 
     def after_step(stepped_optimizer: Any, *_: Any) -> None:
         if open_spans:  # else the hooks were installed during this step
