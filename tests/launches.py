@@ -88,14 +88,21 @@ def recorded() -> Iterator[Log]:
         """
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            size = 0 if payload is None else _size_in_bytes(args[payload])
-            peer = None if to is None else args[to]
-            last_argument = [*args, *kwargs.values()][-1:]  # the options of a collective
-            is_asynchronous = any(getattr(options, "asyncOp", False) for options in last_argument)
+            size = 0
+            if payload is not None:
+                size = _size_in_bytes(args[payload])
+            peer = None
+            if to is not None:
+                peer = args[to]
+            # The last argument of a collective is an object with its options.
+            arguments = [*args, *kwargs.values()]
+            is_asynchronous = bool(arguments) and getattr(arguments[-1], "asyncOp", False)
+            is_collective = to is None
             # The stream stays at a synchronous collective until it is over.
-            number = note(self, name, size, peer, stays=to is None and not is_asynchronous)
+            number = note(self, name, size, peer, stays=is_collective and not is_asynchronous)
             work = original(self, *args, **kwargs)
             if work is not None:
+                # A later wait() finds its operation here. The tuple keeps `work`, so its id stays unique.
                 works[id(work)] = number, work
             return work
 

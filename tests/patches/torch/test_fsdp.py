@@ -75,6 +75,7 @@ def test_units_are_looked_through_once(monkeypatch):
 
     monkeypatch.setattr(session, "_active", SimpleNamespace(rank=0))  # holmes is on
     for _ in range(3):  # forward passes
+        # A wrapper gets the wrapped method, its object, and the positional and keyword arguments.
         fsdp_patches._print_cost_of_fsdp2(lazy_init, state, (), {})
     assert len(reads) == 1
 
@@ -141,7 +142,8 @@ def test_hybrid_has_stock_s_losses(case):
     It shards inside each of the two clusters, and only rank 0 prints so.
     """
     tolerance = 1e-4 if case == "bf16" else 1e-6
-    results = run_ranks(both, 4, *CASES[case])  # trains without holmes, then with it
+    # Each of 4 processes trains without holmes, then with it.
+    results = run_ranks(both, 4, *CASES[case])
     for losses_without_holmes, hybrid_losses, mesh, _ in results:
         differences = [abs(loss - hybrid) for loss, hybrid in zip(losses_without_holmes, hybrid_losses)]
         assert max(differences) < tolerance
