@@ -77,7 +77,7 @@ def recorded() -> Iterator[Log]:
         log.append(Launch(len(log) + 1, group.group_name, ranks, operation, size, peer, batch[0], stays))
         return len(log)
 
-    def starts(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
+    def noting(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
         """Return a method that calls a method of ProcessGroup, and notes the operation that it starts.
 
         Args:
@@ -98,7 +98,8 @@ def recorded() -> Iterator[Log]:
             arguments = [*args, *kwargs.values()]
             is_asynchronous = bool(arguments) and getattr(arguments[-1], "asyncOp", False)
             is_collective = to is None
-            # The stream stays at a synchronous collective until it is over.
+            # note() appends the operation to the log, and returns its number there. The stream stays at a
+            # synchronous collective until it is over.
             number = note(self, name, size, peer, stays=is_collective and not is_asynchronous)
             work = original(self, *args, **kwargs)
             if work is not None:
@@ -126,8 +127,8 @@ def recorded() -> Iterator[Log]:
     of_one = {new if hasattr(dist.ProcessGroup, new) else old: about for new, old, about in RENAMED}
     with ExitStack() as stack:
         for method, about in {**METHODS, **of_one}.items():
-            original = getattr(dist.ProcessGroup, method)
-            stack.enter_context(mock.patch.object(dist.ProcessGroup, method, starts(original, *about)))
+            method_with_note = noting(getattr(dist.ProcessGroup, method), *about)
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, method, method_with_note))
         stack.enter_context(mock.patch.object(dist.Work, "wait", wait))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batched))
         yield log

@@ -234,7 +234,7 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
         parts: Results of the runs.
         rows: The frameworks and launchers in each row of README's table.
     """
-    entries = table(parts, rows)
+    entries = table(parts, rows)  # the test state of each framework and launcher
     tests = [test for part in parts for test in part.tests]
     name_width = max(len(entry.name) for entry in entries)
     lines = ["", 'README\'s table "your job":']
@@ -268,7 +268,7 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
     slowest = sorted(tests, key=lambda test: test.seconds, reverse=True)
     lines += [f"  {test.seconds:6.1f} s  {test.part}: {test.name}" for test in slowest[:SLOWEST]]
 
-    lines += ["", "Parts:"]
+    lines += ["", "Parts:"]  # each is one run of pytest
     for part in parts:
         lines.append(f"  {part.name:17}  {_describe_part(part)}")
     return "\n".join(lines)

@@ -97,7 +97,7 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     # Would communicate with other ranks.
     monkeypatch.setattr(torch_groups, "agree_on_patches", lambda *_, **__: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    seen = []  # gloo's interface and NCCL's network at each call of the fake
+    seen = []  # for each call of the fake: (gloo's interface, NCCL's network)
 
     def fake_new_process_group(
         group_size, group_rank, global_ranks_in_group, backend, store, group_name,
@@ -105,6 +105,7 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     ):  # fmt: skip
         import os
 
+        # gloo reads its interface from the environment.
         seen.append((os.environ.get("GLOO_SOCKET_IFNAME"), backend_options))
 
     for kind, ranks in plan.groups():

@@ -225,6 +225,7 @@ def engine(monkeypatch):
     registry = Registry(edges.PATCHES)
     registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
     engine = PipelineEngine.__new__(PipelineEngine)  # without __init__, which needs a model and ranks
+    # A batch of 8 samples is 4 micro-batches of 2.
     config = SimpleNamespace(train_batch_size=8, train_micro_batch_size_per_gpu=2,
                              gradient_accumulation_steps=4)
     vars(engine).update(_config=config, dp_world_size=1, micro_batches=4)

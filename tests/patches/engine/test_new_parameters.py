@@ -177,7 +177,7 @@ class PatchedCall:
         self.patch = patch
         self.path = path
         self.signature = target_signature.signature
-        self.decorator = target_signature.decorator  # staticmethod, classmethod or None
+        self.decorator = target_signature.decorator  # of the target: staticmethod, classmethod or None
         self.has_session = has_session
         self.is_delivered = False  # whether the target, or a mock, has received the added argument
         self.misplaced = []  # sentences on arguments that the target did not receive as they were given
@@ -193,7 +193,7 @@ class PatchedCall:
         """
         if value is self.added_argument:
             self.is_delivered = True
-        elif isinstance(value, Call):  # calls the target
+        elif isinstance(value, Call):  # the object by which the wrapper calls the target
             value()
         elif inspect.isfunction(value) and not inspect.signature(value).parameters:  # such as a hook
             value()

@@ -68,7 +68,7 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
     model = Model(**model_options)
     wrapped = DistributedDataParallel(model, **options)
     if hook:
-        hook(wrapped)
+        hook(wrapped)  # registers a comm hook
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step_count = steps
     join_context = nullcontext()

@@ -144,7 +144,7 @@ def test_hybrid_has_stock_s_losses(case):
     tolerance = 1e-4 if case == "bf16" else 1e-6
     # Each of 4 processes trains without holmes, then with it.
     results = run_ranks(both, 4, *CASES[case])
-    for losses_without_holmes, hybrid_losses, mesh, _ in results:
+    for losses_without_holmes, hybrid_losses, mesh, _ in results:  # of the ranks
         differences = [abs(loss - hybrid) for loss, hybrid in zip(losses_without_holmes, hybrid_losses)]
         assert max(differences) < tolerance
         assert mesh == [[0, 1], [2, 3]]  # the ranks of each cluster

@@ -115,10 +115,9 @@ def both(rank, *args, clusters=CLUSTERS, **more):
         # For each pipeline's group: rank of a neighbour -> the group of this rank and the neighbour.
         group_of_peer = pipelining._pair_groups[stages[0].group]
         pairs = {peer: dist.get_process_group_ranks(group) for peer, group in group_of_peer.items()}
-    difference = max(
-        float((a - b).abs().max()) for a, b in zip(weights_without_holmes, weights, strict=True)
-    )
-    return difference, pairs
+    tensor_pairs = zip(weights_without_holmes, weights, strict=True)
+    largest_difference = max(float((a - b).abs().max()) for a, b in tensor_pairs)
+    return largest_difference, pairs
 
 
 #: name -> (arguments of train, its options)

@@ -258,13 +258,13 @@ def lie_to_coordinator(port, rng):
 
 def send_any(channel, document, rng, deadline):
     """Send a document as JSON; sometimes send invalid JSON or random bytes instead."""
-    kind = rng.random()
-    if kind < 0.8:
+    draw = rng.random()
+    if draw < 0.8:  # valid JSON, 80 % of all
         text = json.dumps(document).encode()
-    elif kind < 0.9:
+    elif draw < 0.9:  # invalid or unusual JSON
         odd = [b'{"a":NaN}', b'{"a":"\\ud800"}', b"[" * 100_000, b"\xff", b"", b"null", b'{"op":1e999}']
         text = rng.choice(odd)
-    else:
+    else:  # random bytes
         text = rng.randbytes(30)
     # Write the bytes as one frame, with a valid authentication tag. `_sent` has the sequence number and the
     # key of the sending direction.
