@@ -180,5 +180,6 @@ def test_each_entry_of_readmes_table_has_a_test():
     tested_entries = set()
     for mark in marks:
         tested_entries.update(entries_of(mark, README))
+    # README: for each row of the table, a tuple of its entries.
     missing = [entry for row in README for entry in row if entry not in tested_entries]
     assert not missing, f"no test has the mark row(NAME) of {missing}"

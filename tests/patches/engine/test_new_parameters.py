@@ -286,13 +286,14 @@ class PatchedCall:
             module.target = self.fake_target()
             self.apply_patch(f"{FAKE_MODULE}:target")
 
+        # mock_for(name) makes the argument for the parameter of this name.
         args, kwargs = arguments_for(self.signature, style, self.mock_for)
         if not is_method:
             module.target(*args, **kwargs)
         elif self.decorator:  # a static method or class method
             module.Holder.target(*args, **kwargs)
         else:
-            # Python passes the object as `self`.
+            # Python passes the object as `self`, so the call must not contain an argument for it.
             if "self" in kwargs:
                 del kwargs["self"]
             else:

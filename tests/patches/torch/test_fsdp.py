@@ -256,12 +256,13 @@ def train_fsdp1(rank, strategy):
         sharded = FullyShardedDataParallel(
             model(), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy,
             use_orig_params=True, device_id=torch.device("cpu"))
-        return train(sharded, rank)
+        return train(sharded, rank)  # the losses of some steps
 
     losses_without_holmes = losses_of_new_model()
     start(rank, fsdp="hybrid")  # switches holmes on
     hybrid_losses = losses_of_new_model()
-    return losses_without_holmes, hybrid_losses, len(fsdp_patches._meshes)
+    meshes_of_holmes = fsdp_patches._meshes  # type of device -> device mesh
+    return losses_without_holmes, hybrid_losses, len(meshes_of_holmes)
 
 
 @pytest.mark.row("FSDP1")
