@@ -79,10 +79,16 @@ def gpus() -> Gpus | PhysicalGpu:
     The test is skipped if the source of NCCL or the network plugin is missing.
     """
     if PHYSICAL:
-        built = max(cache_folder().glob(f"nccl-*/{LAB_PLUGIN}"), key=os.path.getmtime, default="")
-        plugin = os.environ.get("HOLMES_TEST_NET_PLUGIN") or str(built)
-        return PhysicalGpu(plugin) if plugin else pytest.skip("no network plugin: make gpu-libraries")
-    if not os.environ.get(nccl_source.VARIABLE):
+        # The file of NCCL's network plugin: the one that the variable names, else the one built last.
+        built_plugins = cache_folder().glob(f"nccl-*/{LAB_PLUGIN}")
+        newest_plugin = max(built_plugins, key=os.path.getmtime, default="")
+        plugin = os.environ.get("HOLMES_TEST_NET_PLUGIN") or str(newest_plugin)
+        if not plugin:
+            pytest.skip("no network plugin: make gpu-libraries")
+        return PhysicalGpu(plugin)
+    # Emulated GPUs need a library that is compiled from the source of NCCL.
+    is_source_named = bool(os.environ.get(nccl_source.VARIABLE))
+    if not is_source_named:
         try:
             nccl_source.find_nccl(None, cache_folder())
         except HolmesError as error:

@@ -108,7 +108,7 @@ def main() -> int:
         Exit status of the program: 0, or 1 if a repository could not be cloned.
     """
     status = 0
-    for source in PINNED:
+    for source in PINNED:  # repositories, each with the commit that the tests need
         folder = source.folder()
         if (folder / source.expected_file).exists():
             print(f"{source.name}: {_describe_existing(source, folder)}")
@@ -156,7 +156,7 @@ def _clone(source: Source, folder: Path) -> str:
         clone = ("clone", "--quiet", "--no-checkout", "--filter=blob:none", source.url, str(copy))
         check_out = ("-C", str(copy), "checkout", "--quiet", "--detach", source.commit)
         for command in (clone, check_out):
-            error = _git(*command, timeout_s=CLONE_S)
+            error = _git(*command, timeout_s=CLONE_S)  # "" for success
             if error:
                 return error
         shutil.move(copy, folder)  # the folder appears only when the clone is complete
@@ -184,8 +184,11 @@ def _git(*arguments: str, timeout_s: float) -> str:
         return "there is no git: apt-get install git"
     if result.returncode == 0:
         return ""
-    lines = result.stderr.strip().splitlines() or [f"git ended with status {result.returncode}"]
-    return lines[-1].rpartition("': ")[2]  # without "fatal: unable to access 'URL': "
+    error_lines = result.stderr.strip().splitlines()
+    if not error_lines:
+        return f"git ended with status {result.returncode}"
+    _, _, reason = error_lines[-1].rpartition("': ")  # without "fatal: unable to access 'URL': "
+    return reason
 
 
 def _nccl_folder() -> Path:

@@ -56,6 +56,7 @@ class ExecutionPath:
         """
         frame = sys._getframe(2)  # 0 is decide(), 1 a method such as __bool__, 2 the code with the test
         location = CodeLocation(frame.f_code, frame.f_lasti)
+        # A test that is executed again, as in a loop, has the same result as the first time.
         if location not in self._decision_at:
             self._decision_at[location] = self._next_decision()
         decision = self._decision_at[location]
@@ -119,7 +120,12 @@ class Mock(Exception):
         """
         super().__init__()
         # Not by assignment: a subclass may define __setattr__.
-        self.__dict__.update(path=path, label=label, on_receive=on_receive, derived=None)
+        self.__dict__.update(
+            path=path,
+            label=label,
+            on_receive=on_receive,
+            derived=None,  # the mock that attributes and calls of this mock return; made when it is needed
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__qualname__", "__name__", "__version__"):
@@ -248,13 +254,15 @@ class IsolatedCopies:
 
         Constants and exception classes are not replaced.
         """
-        cells = function.__closure__ or ()
+        # _isolate() and _isolated_variables() replace values by mock objects.
+        cells = function.__closure__ or ()  # the variables of enclosing functions
+        isolated_cells = tuple(CellType(self._isolate(cell.cell_contents)) for cell in cells)
         isolated = FunctionType(
             code=function.__code__,
             globals=self._isolated_variables(function.__globals__),
             name=function.__name__,
             argdefs=function.__defaults__,
-            closure=tuple(CellType(self._isolate(cell.cell_contents)) for cell in cells),
+            closure=isolated_cells,
         )
         isolated.__kwdefaults__ = function.__kwdefaults__
         isolated.__qualname__ = function.__qualname__
@@ -267,7 +275,7 @@ class IsolatedCopies:
         """
         if id(module) in self._variables_of:
             return self._variables_of[id(module)]
-        variables: dict[str, Any] = {"__builtins__": self._builtins()}
+        variables: dict[str, Any] = {"__builtins__": self._builtins()}  # type() and others handle mocks
         self._variables_of[id(module)] = variables
         for name, value in module.items():
             if name in self.replacements:
@@ -275,7 +283,7 @@ class IsolatedCopies:
             elif name == "__builtins__":
                 continue  # set above
             elif inspect.isfunction(value) and value.__globals__ is module:
-                variables[name] = self._isolated_helper(value)
+                variables[name] = self._isolated_helper(value)  # a function of this module
             elif inspect.isfunction(value):
                 variables[name] = self.mock  # a function that is imported from another module
             else:
@@ -290,8 +298,10 @@ class IsolatedCopies:
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if any(self.must_run(argument) for argument in (*args, *kwargs.values())):
-                return self.copy(function)(*args, **kwargs)
+            arguments = (*args, *kwargs.values())
+            if any(self.must_run(argument) for argument in arguments):
+                isolated_helper = self.copy(function)
+                return isolated_helper(*args, **kwargs)
             return self.mock
 
         return call
@@ -332,7 +342,7 @@ class IsolatedCopies:
 
         return {
             **vars(builtins),
-            "__import__": lambda *_: self.mock,
+            "__import__": lambda *_: self.mock,  # executes `import` statements
             "type": type_of,
             "isinstance": is_instance,
         }

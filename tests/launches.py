@@ -77,7 +77,7 @@ def recorded() -> Iterator[Log]:
         log.append(Launch(len(log) + 1, group.group_name, ranks, operation, size, peer, batch[0], stays))
         return len(log)
 
-    def starts(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
+    def noting(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
         """Return a method that calls a method of ProcessGroup, and notes the operation that it starts.
 
         Args:
@@ -88,14 +88,22 @@ def recorded() -> Iterator[Log]:
         """
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            size = 0 if payload is None else _size_in_bytes(args[payload])
-            peer = None if to is None else args[to]
-            last_argument = [*args, *kwargs.values()][-1:]  # the options of a collective
-            is_asynchronous = any(getattr(options, "asyncOp", False) for options in last_argument)
-            # The stream stays at a synchronous collective until it is over.
-            number = note(self, name, size, peer, stays=to is None and not is_asynchronous)
+            size = 0
+            if payload is not None:
+                size = _size_in_bytes(args[payload])
+            peer = None
+            if to is not None:
+                peer = args[to]
+            # The last argument of a collective is an object with its options.
+            arguments = [*args, *kwargs.values()]
+            is_asynchronous = bool(arguments) and getattr(arguments[-1], "asyncOp", False)
+            is_collective = to is None
+            # note() appends the operation to the log, and returns its number there. The stream stays at a
+            # synchronous collective until it is over.
+            number = note(self, name, size, peer, stays=is_collective and not is_asynchronous)
             work = original(self, *args, **kwargs)
             if work is not None:
+                # A later wait() finds its operation here. The tuple keeps `work`, so its id stays unique.
                 works[id(work)] = number, work
             return work
 
@@ -119,8 +127,8 @@ def recorded() -> Iterator[Log]:
     of_one = {new if hasattr(dist.ProcessGroup, new) else old: about for new, old, about in RENAMED}
     with ExitStack() as stack:
         for method, about in {**METHODS, **of_one}.items():
-            original = getattr(dist.ProcessGroup, method)
-            stack.enter_context(mock.patch.object(dist.ProcessGroup, method, starts(original, *about)))
+            method_with_note = noting(getattr(dist.ProcessGroup, method), *about)
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, method, method_with_note))
         stack.enter_context(mock.patch.object(dist.Work, "wait", wait))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batched))
         yield log

@@ -78,9 +78,9 @@ def runs(item: pytest.Item) -> bool:
     slow_marks = list(item.iter_markers("full"))
     if not slow_marks or is_named(item):
         return True
-    wanted = os.environ.get("HOLMES_TEST_FULL", "")
-    if wanted in ("0", "1"):
-        return wanted == "1"
+    all_or_none = os.environ.get("HOLMES_TEST_FULL", "")
+    if all_or_none in ("0", "1"):
+        return all_or_none == "1"
     for mark in slow_marks:
         if "together" in mark.kwargs:
             # Tests with the mark full(together=NAME) share an expensive fixture: all of them run, or none.
@@ -116,10 +116,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     left_out = [item for item in items if not runs(item)]
     if left_out:
-        config.stash[LEFT_OUT] = len(left_out)
+        config.stash[LEFT_OUT] = len(left_out)  # for pytest_sessionfinish
         config.hook.pytest_deselected(items=left_out)
         kept = set(items) - set(left_out)
-        items[:] = [item for item in items if item in kept]
+        items[:] = [item for item in items if item in kept]  # pytest runs what is left in its list
     for item in items:
         for mark in item.iter_markers("row"):
             item.user_properties.extend(("row", name) for name in mark.args)
@@ -152,7 +152,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """
     left_out = session.config.stash[LEFT_OUT]
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = left_out
+        session.config.workeroutput["left_out"] = left_out  # xdist sends it to the main process
         return
     xml = session.config.stash.get(xml_key, None)
     if xml is not None:

@@ -89,7 +89,7 @@ def readme_rows(readme: str) -> list[tuple[str, ...]]:
         first_cell = line.split("|")[1]
         text = LINK.sub(r"\1", first_cell).replace("`", "").strip()  # without Markdown's markup
         names = text.rpartition(": ")[2]  # without a label
-        rows.append(tuple(names.split(", ")))
+        rows.append(tuple(names.split(", ")))  # one framework or launcher for each name
     return rows
 
 
@@ -128,23 +128,25 @@ def read_part(file: Path) -> Part:
         return Part(file.stem, tests=(), has_results=False)
     suite = ElementTree.parse(file).getroot().find("testsuite")
     assert suite is not None, file
-    properties = _properties(suite)  # the plugin selection.py writes them
+    properties = _properties(suite)  # (name, value); the pytest plugin selection.py writes them
     tests: dict[str, Result] = {}
     for case in suite.iter("testcase"):
         test = _read_test(file.stem, case)
         tests[test.name] = test  # with pytest --reruns, the file has a case for each try; the last one counts
+    left_out = [int(value) for name, value in properties if name == "left_out"]  # numbers of slow tests
+    seeds = [value for name, value in properties if name == "seed"]
     return Part(
         name=file.stem,
         tests=tuple(tests.values()),
-        left_out=sum(int(value) for name, value in properties if name == "left_out"),
-        seed=next((value for name, value in properties if name == "seed"), ""),
+        left_out=sum(left_out),
+        seed=seeds[0] if seeds else "",
     )
 
 
 def _read_test(part: str, case: ElementTree.Element) -> Result:
     """Return the result of a test from its element <testcase> in the XML of a pytest run."""
     skipped = case.find("skipped")
-    outcome = Outcome.PASSED
+    outcome = Outcome.PASSED  # unless one of the elements <failure>, <error>, <skipped> is there
     skip_reason = ""
     if case.find("failure") is not None or case.find("error") is not None:
         outcome = Outcome.FAILED
@@ -152,13 +154,14 @@ def _read_test(part: str, case: ElementTree.Element) -> Result:
         outcome = Outcome.SKIPPED
         skip_reason = _skip_reason(skipped)
     file = case.get("file") or case.get("classname", "")
+    names_in_marks = tuple(value for name, value in _properties(case) if name == "row")  # row(NAME)
     return Result(
         part=part,
         name=f"{file}::{case.get('name', '')}",
         outcome=outcome,
         seconds=float(case.get("time", 0)),
         reason=skip_reason,
-        rows=tuple(value for name, value in _properties(case) if name == "row"),  # of marks row(NAME)
+        rows=names_in_marks,
     )
 
 
@@ -185,7 +188,7 @@ def table(parts: Iterable[Part], rows: Sequence[tuple[str, ...]]) -> list[Entry]
     tests = [test for part in parts for test in part.tests]
     tests_of: dict[str, list[Result]] = {entry: [] for row in rows for entry in row}
     for test in tests:
-        for mark in test.rows:
+        for mark in test.rows:  # names in its marks row(NAME); one may stand for several entries
             for entry in entries_of(mark, rows):
                 tests_of[entry].append(test)
     return [_judge(entry, tests_of_entry) for entry, tests_of_entry in tests_of.items()]
@@ -200,7 +203,7 @@ def _judge(entry: str, tests: Sequence[Result]) -> Entry:
     """
     failed = [test.name for test in tests if test.outcome is Outcome.FAILED]
     passed = [test for test in tests if test.outcome is Outcome.PASSED]
-    reasons = "; ".join(_count_reasons(tests))
+    reasons = "; ".join(_count_reasons(tests))  # of skips, such as "2 x no GPU"
     if not tests:
         return Entry(entry, "NOT RUN", "no part of this run has a test of it")
     if failed:
@@ -231,7 +234,7 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
         parts: Results of the runs.
         rows: The frameworks and launchers in each row of README's table.
     """
-    entries = table(parts, rows)
+    entries = table(parts, rows)  # the test state of each framework and launcher
     tests = [test for part in parts for test in part.tests]
     name_width = max(len(entry.name) for entry in entries)
     lines = ["", 'README\'s table "your job":']
@@ -247,7 +250,10 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
 
     lines += ["", "Skipped, other tests of all parts together:"]
     reasons = _count_reasons(test for test in tests if not test.rows)  # tests without a mark row(NAME)
-    lines += [f"  {reason}" for reason in reasons] or ["  none"]
+    if reasons:
+        lines += [f"  {reason}" for reason in reasons]
+    else:
+        lines.append("  none")
 
     # Slow tests, of which most runs execute only a part. `make nightly` executes all of them.
     left_out = sum(part.left_out for part in parts)
@@ -262,7 +268,7 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
     slowest = sorted(tests, key=lambda test: test.seconds, reverse=True)
     lines += [f"  {test.seconds:6.1f} s  {test.part}: {test.name}" for test in slowest[:SLOWEST]]
 
-    lines += ["", "Parts:"]
+    lines += ["", "Parts:"]  # each is one run of pytest
     for part in parts:
         lines.append(f"  {part.name:17}  {_describe_part(part)}")
     return "\n".join(lines)

@@ -40,9 +40,10 @@ def installed_signature(patch: Patch) -> TargetSignature:
     # A decorator such as @staticmethod is an ast.Name. Decorators that are calls do not matter here.
     decorator_names = {name.id for name in node.decorator_list if isinstance(name, ast.Name)}
     decorator: type | None = None
-    for candidate in (staticmethod, classmethod):
-        if decorator is None and candidate.__name__ in decorator_names:
-            decorator = candidate
+    if "staticmethod" in decorator_names:
+        decorator = staticmethod
+    elif "classmethod" in decorator_names:
+        decorator = classmethod
     return TargetSignature(signature_of_definition(node.args), decorator)
 
 
@@ -81,8 +82,10 @@ def read_source(patch: Patch) -> str | None:
     """
     framework = patch.feature.requirement.name
     if framework not in CHECKOUTS:  # an installed package
-        spec = find_module(patch.module)
-        return spec.loader.get_source(patch.module) if spec else None  # type: ignore[union-attr]
+        spec = find_module(patch.module)  # without importing it
+        if spec is None:
+            return None
+        return spec.loader.get_source(patch.module)  # type: ignore[union-attr]
     # Megatron-LM and Megatron-DeepSpeed run from a checkout of their git repository.
     root = find_checkout(CHECKOUTS[framework])
     if root is None:
@@ -103,7 +106,7 @@ def signature_of_definition(arguments: ast.arguments) -> inspect.Signature:
     by_position = [*arguments.posonlyargs, *arguments.args]
     # `arguments.defaults` belong to the last of these parameters. The others are required.
     count_required = len(by_position) - len(arguments.defaults)
-    defaults = [*[None] * count_required, *arguments.defaults]
+    defaults = [*[None] * count_required, *arguments.defaults]  # syntax trees; None for a required one
     for number, (argument, default) in enumerate(zip(by_position, defaults, strict=True)):
         kind = Parameter.POSITIONAL_OR_KEYWORD
         if number < len(arguments.posonlyargs):

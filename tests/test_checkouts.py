@@ -28,10 +28,10 @@ def source(tmp_path, monkeypatch):
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     first_commit = result.stdout.strip()
 
-    megatron_lm = checkouts.PINNED[0]
+    megatron_lm = checkouts.PINNED[0]  # PINNED: the repositories that checkouts.main clones
     source = replace(megatron_lm, url=f"file://{server}", commit=first_commit)
     monkeypatch.setattr(checkouts, "PINNED", (source,))
-    monkeypatch.setenv(checkouts.VARIABLE, str(tmp_path / "checkouts"))
+    monkeypatch.setenv(checkouts.VARIABLE, str(tmp_path / "checkouts"))  # the folder for the clones
     return source
 
 

@@ -51,27 +51,30 @@ def run(tmp_path):
     programs, script = tmp_path / "bin", tmp_path / ".ci" / "run"
     for folder in (programs, script.parent):
         folder.mkdir(parents=True)
-    for tool in TOOLS:
+    for tool in TOOLS:  # the real ones: bash, grep, ...
         (programs / tool).symlink_to(shutil.which(tool))
-    for tool in THERE:
+    for tool in THERE:  # fake ones that do nothing: git, g++, ...
         program(programs / tool, "exit 0")
     text = (ROOT / ".ci" / "run").read_text()
     # The script adds folders to PATH in which this machine's own launchers are. The copy must not.
     assert "PATH=$PATH:/usr/sbin:/sbin\n" in text
-    program(script,
-            text.replace("PATH=$PATH:/usr/sbin:/sbin\n", "").replace("/usr/sbin/policy-rc.d", "policy-rc.d"))
+    text = text.replace("PATH=$PATH:/usr/sbin:/sbin\n", "")
+    text = text.replace("/usr/sbin/policy-rc.d", "policy-rc.d")  # a file that the script writes
+    program(script, text)
 
-    def lines(apt="exit 0", there=LAUNCHERS, make="", status=0):
+    def run_script(apt="exit 0", there=LAUNCHERS, make="", status=0):
         for tool in there:
             program(programs / tool, "exit 0")
+        # apt-get appends its subcommand, update or install, to the file `asked`. It executes `apt` only for
+        # install.
         program(programs / "apt-get", f'echo "$1" >> asked; [ "$1" = update ] && exit 0; {apt}')
         program(programs / "make", f'echo "make $1"; {make}')
-        done = subprocess.run([script], env={"PATH": str(programs)}, capture_output=True, text=True,
-                              timeout=60)
-        assert done.returncode == status, done.stderr
-        return done.stdout.splitlines()
+        result = subprocess.run([script], env={"PATH": str(programs)}, capture_output=True, text=True,
+                                timeout=60)
+        assert result.returncode == status, result.stderr
+        return result.stdout.splitlines()
 
-    return lines
+    return run_script
 
 
 @pytest.mark.parametrize("apt, there, said, asked", [

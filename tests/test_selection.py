@@ -57,16 +57,17 @@ def run(tmp_path, monkeypatch):
     """Return a function that runs pytest on a file with TESTS, and returns a PytestRun."""
     (tmp_path / "test_it.py").write_text(TESTS)
     monkeypatch.setenv("PYTHONPATH", str(selection.ROOT / "tests"))
-    monkeypatch.setenv("HOLMES_TEST_SEED", "1")
-    monkeypatch.delenv("HOLMES_TEST_FULL", raising=False)
+    monkeypatch.setenv("HOLMES_TEST_SEED", "1")  # determines which tenth of the slow tests runs
+    monkeypatch.delenv("HOLMES_TEST_FULL", raising=False)  # which selects all slow tests, or none
 
     def run_pytest(*arguments, status=0, **environment):
+        """Run pytest with environment variables, and check its exit status."""
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         command = [sys.executable, "-m", "pytest", *OPTIONS, *(arguments or ["test_it.py"])]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == status, result.stdout + result.stderr
-        xml = ElementTree.parse(tmp_path / "xml")
+        xml = ElementTree.parse(tmp_path / "xml")  # the JUnit XML: OPTIONS has --junitxml=xml
         names = sorted(case.get("name") for case in xml.iter("testcase"))
         return PytestRun(xml, names)
 

@@ -66,7 +66,8 @@ def test_the_summary_of_a_real_run(tmp_path):
     The tests have marks row(NAME), which name the launchers and frameworks in ROWS.
     """
     (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('not_installed')\n")
+    skipped_module = "import pytest\npytest.importorskip('not_installed')\n"
+    (tmp_path / "test_module.py").write_text(skipped_module)
     environment = {
         "PYTHONPATH": str(summary.ROOT / "tests"),
         "HOLMES_TEST_FULL": "0",  # leaves out slow tests, such as test_exhaustive
@@ -88,8 +89,9 @@ def test_the_summary_of_a_real_run(tmp_path):
     }
     part_without_xml = read_part(tmp_path / "missing.xml")
     text = summary.summary([part, part_without_xml], ROWS)
-    assert "\n  3 x no GPU\n" in text
+    assert "\n  3 x no GPU\n" in text  # three tests were skipped for this reason
     assert "could not import 'not_installed'" in text
+    # "0" is the value of HOLMES_TEST_FULL.
     assert "Left to make nightly: 1 exhaustive tests (HOLMES_TEST_SEED=0)" in text
     assert "  part               2 passed, 5 skipped, 1 failed;" in text
     assert "  missing            NO RESULTS" in text
@@ -178,5 +180,6 @@ def test_each_entry_of_readmes_table_has_a_test():
     tested_entries = set()
     for mark in marks:
         tested_entries.update(entries_of(mark, README))
+    # README: for each row of the table, a tuple of its entries.
     missing = [entry for row in README for entry in row if entry not in tested_entries]
     assert not missing, f"no test has the mark row(NAME) of {missing}"

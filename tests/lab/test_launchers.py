@@ -113,12 +113,13 @@ def test_a_missing_launcher_is_named_with_its_package(launcher, package, monkeyp
         raise HolmesError("the daemons start")
 
     def start_job(command):
+        """Start a job of one process in an emulated cluster. This never ends without an error."""
         lab = SimpleNamespace(nodes=lay_out(SPEC, 1.0), spec=SPEC)
         started(lab, launcher, command, order=None, processes=1, env={}, accelerator=None)
 
     # No program is on PATH.
     monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda *_, **__: None)
-    # Daemons starts those of the launcher: slurmctld, sshd, ...
+    # The class Daemons starts the launcher's daemons: slurmctld, sshd, ...
     monkeypatch.setattr("holmes_ext.lab.launchers.command.Daemons", fail_at_daemons)
     message = f"need `{launcher}`, which is missing; apt-get install {package}"
     with pytest.raises(HolmesError, match=message):

@@ -273,7 +273,8 @@ def test_the_interleaved_schedule_is_refused(monkeypatch):
     def schedule(*, model, num_microbatches, seq_length, micro_batch_size, forward_only=False):
         return "ran"
 
-    two_chunks = ["chunk 0", "chunk 1"]
+    two_chunks = ["chunk 0", "chunk 1"]  # as in the interleaved schedule
+    # A wrapper gets the wrapped function, no instance, and the positional and keyword arguments.
     arguments = {"model": two_chunks, "num_microbatches": 4, "seq_length": 8, "micro_batch_size": 1}
     with pytest.raises(HolmesError, match="--holmes-profile: the interleaved schedule is not measured"):
         megatron_profile._schedule(schedule, None, (), arguments)

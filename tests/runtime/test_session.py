@@ -97,7 +97,7 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     # Would communicate with other ranks.
     monkeypatch.setattr(torch_groups, "agree_on_patches", lambda *_, **__: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    seen = []  # gloo's interface and NCCL's network at each call of the fake
+    seen = []  # for each call of the fake: (gloo's interface, NCCL's network)
 
     def fake_new_process_group(
         group_size, group_rank, global_ranks_in_group, backend, store, group_name,
@@ -105,6 +105,7 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     ):  # fmt: skip
         import os
 
+        # gloo reads its interface from the environment.
         seen.append((os.environ.get("GLOO_SOCKET_IFNAME"), backend_options))
 
     for kind, ranks in plan.groups():
@@ -114,9 +115,10 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
         nccl_network = random_sites.network(site, names, "nccl")
         for rank in rng.sample(ranks, min(3, len(ranks))):
             # Makes this process the rank of a holmes job.
-            process = Process(rank, plan.world_size, 0, 1, "", 0, "test")
+            process = Process(rank, plan.world_size, 0, 1, "", 0, "test")  # 1 process on its node
             monkeypatch.setattr(session, "_active", session.Session(Options(), process, site, plan, rank))
             arguments = len(ranks), 0, list(ranks), "cpu:gloo,cuda:nccl", None, kind, None
+            # A wrapper gets the wrapped function, no instance, and the arguments.
             torch_groups._give_group_its_nic(fake_new_process_group, None, arguments, {})
             interface, net_name = seen.pop()
             if gloo_network == "local":  # all ranks are on one node
@@ -125,4 +127,9 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
                 node = site.node_by_name[plan.node_of(rank)]
                 assert interface == node.port(gloo_network).interface
             # "Socket" and "IB" are NCCL's names for TCP and RDMA (InfiniBand, RoCE).
-            assert net_name == {"local": "", "ethernet": "Socket"}.get(nccl_network, "IB")
+            if nccl_network == "local":
+                assert net_name == ""
+            elif nccl_network == "ethernet":
+                assert net_name == "Socket"
+            else:
+                assert net_name == "IB"

@@ -33,9 +33,11 @@ def refused(capsys):
 
     def run(*words: str) -> str:
         assert main(list(words)) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("holmes: "), said.err
-        return said.err
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1, printed.err
+        assert printed.err.startswith("holmes: "), printed.err
+        return printed.err
 
     return run
 
@@ -114,6 +116,7 @@ def test_the_first_nccl_source_that_is_given_is_used(without_source, monkeypatch
 
     Each of these folders has another version of NCCL.
     """
+    # nccl_checkout() writes a folder that looks like NCCL's source.
     nccl_checkout(tmp_path / "user" / "holmes_ext" / "nccl", version="2.27.7")  # the user's cache
     from_variable = nccl_checkout(tmp_path / "variable", version="2.28.9")
     from_option = nccl_checkout(tmp_path / "option", version="2.29.7")
@@ -151,9 +154,11 @@ def test_an_archive_is_unpacked_once(without_source, tmp_path):
     """If NCCL's source is a .tar.gz file, the first call unpacks it and later calls use the same folder."""
     archive = tmp_path / "nccl.tar.gz"
     with tarfile.open(archive, "w:gz") as file:
-        file.add(nccl_checkout(tmp_path / "nccl-2.29.7-1"), "nccl-2.29.7-1")
+        folder = nccl_checkout(tmp_path / "nccl-2.29.7-1")  # looks like NCCL's source
+        file.add(folder, "nccl-2.29.7-1")
     first = nccl_source.find_nccl(str(archive), tmp_path / "cache")
-    assert first.name == "2.29.7" and first.code == "22907"
+    assert first.name == "2.29.7"
+    assert first.code == "22907"  # NCCL_VERSION_CODE: 2 * 10000 + 29 * 100 + 7
     added_file = first.folder / "src" / "kept.cc"
     added_file.write_text("")  # would be gone if the archive were unpacked again
     second = nccl_source.find_nccl(str(archive), tmp_path / "cache")

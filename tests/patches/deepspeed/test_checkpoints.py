@@ -55,8 +55,10 @@ def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch
     named_at_barriers = []  # content of `latest` at each barrier
     monkeypatch.setattr(deepspeed.comm, "barrier", lambda: named_at_barriers.append(latest.read_text()))
     monkeypatch.setattr(session, "active", lambda: object())  # holmes is on
+    # A PipelineModule of 7 layers whose two stages begin with layers 0 and 2.
+    two_stages = module([0, 2, 7])
     engine = SimpleNamespace(
-        global_rank=0, global_steps=7, module=module([0, 2, 7]), grid=SimpleNamespace(model_parallel_size=1),
+        global_rank=0, global_steps=7, module=two_stages, grid=SimpleNamespace(model_parallel_size=1),
         checkpoint_engine=SimpleNamespace(is_decoupled=lambda: False),
     )  # fmt: skip
 
@@ -71,6 +73,7 @@ def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch
 
     def save(*args, **kwargs):  # the patched save_checkpoint
         latest.write_text("former")
+        # A wrapper gets the wrapped method, its object, and the positional and keyword arguments.
         return checkpoints._save_with_split(deepspeeds_save, engine, args, kwargs)
 
     assert save(str(tmp_path), "mine") is True
@@ -79,7 +82,7 @@ def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch
     assert latest.read_text() == "global_step7"
     save_latest = False
     assert save(str(tmp_path), "x", {}, save_latest) is True
-    assert latest.read_text() == "former"
+    assert latest.read_text() == "former"  # not written, and no barrier
     assert named_at_barriers == ["mine", "global_step7"]
 
     client_state = {"x": 1}  # deepspeeds_save raises an error for it

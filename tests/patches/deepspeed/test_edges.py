@@ -69,9 +69,11 @@ def run_schedule(in_flight, micro_batches, stage):
     """
     mailbox = RecordingMailbox()
     engine = SimpleNamespace(loss=None, grad_layer=None)
-    stock = stock_schedule(len(in_flight), micro_batches, stage)
-    planned = edges._schedule_class()(stock, ReceiveOrder(in_flight), engine, mailbox)
-    return PlannedRun(planned, list(planned.steps()), mailbox)
+    deepspeeds_schedule = stock_schedule(len(in_flight), micro_batches, stage)
+    planned_schedule_class = edges._schedule_class()
+    planned = planned_schedule_class(deepspeeds_schedule, ReceiveOrder(in_flight), engine, mailbox)
+    steps = list(planned.steps())  # makes the schedule call the mailbox, too
+    return PlannedRun(planned, steps, mailbox)
 
 
 def computations(instructions):
@@ -134,10 +136,12 @@ class SimulatedStage:
         return awaited is not None and self.sent[awaited] == 0
 
     def _execute(self, instruction):
-        awaited = self._awaited(instruction)
+        # self.sent counts the messages on their way: (stage of the sender, kind) -> number.
+        awaited = self._awaited(instruction)  # the message that the instruction receives, or None
         if awaited is not None:
             self.sent[awaited] -= 1
         name = type(instruction).__name__
+        # A forward pass fills a buffer, which is in use until the backward pass of the micro-batch.
         if name == "ForwardPass":
             assert instruction.buffer_id not in self.used_buffers  # it would be overwritten
             self.used_buffers.add(instruction.buffer_id)
@@ -160,16 +164,18 @@ def test_sends_meet_receives_and_buffers_suffice(seed):
     stages, micro_batches = rng.randint(2, 5), rng.randint(1, 10)
     # No stage has more micro-batches in flight than the stage before it.
     in_flight = tuple(sorted((rng.randint(1, 6) for _ in range(stages)), reverse=True))
-    sent = {(stage, name): 0 for stage in range(stages) for name in ("activation", "gradient")}
+    # Messages on their way: (stage of the sender, kind) -> number. All simulated stages share this dict.
+    sent = {(stage, kind): 0 for stage in range(stages) for kind in ("activation", "gradient")}
     pipeline = []
     for stage in range(stages):
         planned = run_schedule(in_flight, micro_batches, stage)
         pipeline.append(SimulatedStage(stage, planned.instructions, sent))
 
+    # run() executes instructions until one has to wait for a message. It returns False if it executed none.
     while any(stage.run() for stage in pipeline):
-        pass  # a stage has executed some instructions; maybe another one can now go on
-    assert not any(stage.instructions for stage in pipeline)
-    assert not any(sent.values())
+        pass  # a stage has sent messages; maybe another one can now go on
+    assert not any(stage.instructions for stage in pipeline)  # all are executed
+    assert not any(sent.values())  # all messages are received
 
 
 def test_released_tensors_have_arrived():
@@ -178,19 +184,28 @@ def test_released_tensors_have_arrived():
     Up to 3 micro-batches on stage 0, and 1 on stage 1, are between their forward and their backward pass.
     """
     in_flight, micro_batches = (3, 1), 4
-    none_yet = -1
+    no_micro_batch = -1
 
-    # Stage 1 sends gradients. Stage 0 computes the activation of micro-batch m only after it has received the
-    # gradient of micro-batch m - 3. Stage 1 may release this gradient when the activation arrives.
+    # In the lists below: (pass of this stage, newest micro-batch whose message is released in that pass).
+    # A pass is ("F", m) or ("B", m): the forward or backward pass of micro-batch m.
+
+    # Stage 1 sends gradients. Stage 0 computes the activation of micro-batch 3 only after it has received the
+    # gradient of micro-batch 0, because it holds at most 3. Stage 1 may release this gradient when the
+    # activation arrives.
     releases = run_schedule(in_flight, micro_batches, stage=1).mailbox.releases
-    gradients = [(current_pass, released) for current_pass, kind, released in releases if kind == "B"]
-    assert gradients == [(("F", m), max(m - 3, none_yet)) for m in range(micro_batches)]
+    gradients = [(current_pass, newest) for current_pass, kind, newest in releases if kind == "B"]
+    assert gradients == [
+        (("F", 0), no_micro_batch),
+        (("F", 1), no_micro_batch),
+        (("F", 2), no_micro_batch),
+        (("F", 3), 0),
+    ]
 
     # Stage 0 sends activations. When the gradient of a micro-batch arrives, stage 1 has received its
     # activation.
     releases = run_schedule(in_flight, micro_batches, stage=0).mailbox.releases
-    activations = [(current_pass, released) for current_pass, kind, released in releases if kind == "F"]
-    assert activations == [(("B", m), m) for m in range(micro_batches)]
+    activations = [(current_pass, newest) for current_pass, kind, newest in releases if kind == "F"]
+    assert activations == [(("B", 0), 0), (("B", 1), 1), (("B", 2), 2), (("B", 3), 3)]
 
 
 @pytest.fixture
@@ -206,10 +221,11 @@ def engine(monkeypatch):
     stages_by_peer = {1: (0, 1)}  # this rank is in stage 0, rank 1 in stage 1
     mailbox = Mailbox(groups, stages_by_peer)
     mailbox.expect([], 1)  # the record: rank 1 sends no tensors
-    monkeypatch.setattr(edges, "_mailbox", mailbox)
+    monkeypatch.setattr(edges, "_mailbox", mailbox)  # the patches use this one
     registry = Registry(edges.PATCHES)
     registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
-    engine = PipelineEngine.__new__(PipelineEngine)
+    engine = PipelineEngine.__new__(PipelineEngine)  # without __init__, which needs a model and ranks
+    # A batch of 8 samples is 4 micro-batches of 2.
     config = SimpleNamespace(train_batch_size=8, train_micro_batch_size_per_gpu=2,
                              gradient_accumulation_steps=4)
     vars(engine).update(_config=config, dp_world_size=1, micro_batches=4)

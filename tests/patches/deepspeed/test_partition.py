@@ -83,12 +83,17 @@ def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
 
     def parts(method):
         """Return the first layer of each stage and the end, and the layers (first, end) of stage 1."""
-        module = SimpleNamespace(num_stages=2, global_rank=1, loss_fn=None, _layer_specs=[len] * 6, set=None)
+        six_layers = [len] * 6  # of any class
+        # Has what DeepSpeed's _partition_layers reads of a PipelineModule, on the rank of stage 1.
+        module = SimpleNamespace(num_stages=2, global_rank=1, loss_fn=None, _layer_specs=six_layers)
         module._topo = SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=rank))
-        module._set_bounds = lambda start=None, stop=None: setattr(module, "set", (start, stop))
+        layers_of_this_stage = []
+        module._set_bounds = lambda start=None, stop=None: layers_of_this_stage.append((start, stop))
+        # Bind the method, which is patched, to the stand-in, and call it.
         holder = type("Module", (), {"_partition_layers": pipe.PipelineModule._partition_layers})
-        pipe.PipelineModule._partition_layers.__get__(module, holder)(method)
-        return module.parts, module.set
+        partition_layers = pipe.PipelineModule._partition_layers.__get__(module, holder)
+        partition_layers(method)
+        return module.parts, layers_of_this_stage[-1]
 
     registry.enable(["deepspeed-partition"], required=True)  # apply the patch
     try:

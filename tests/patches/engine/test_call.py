@@ -56,6 +56,7 @@ def framework():
 
 def apply(wrap, qualname, **fields):
     """Put the wrapper in place of a function or method of FRAMEWORK, the fake framework of these tests."""
+    # A feature is a group of patches that are enabled together. Its name and version do not matter here.
     patch = Patch(
         feature=Feature("f", "torch>=2"),
         target=f"{NAME}:{qualname}",
@@ -232,11 +233,12 @@ def test_wrappers_that_read_nothing(framework):
             pass
 
     apply(inside(Context), "Engine.method")  # calls the method within `with Context():`
-    apply(running, "Engine.method")
+    apply(running, "Engine.method")  # wraps the wrapper above, so it is called first
     engine = framework.Engine(0)
+    # def method(self, tensor, scale=1, group=None) returns its name and its arguments.
     assert engine.method(1, group=2) == ("method", 1, 1, 2)
     assert running_on_entry == [[engine]]
-    assert running.instances == []
+    assert running.instances == []  # the method has ended
 
 
 def test_the_signature_behind_a_decorator_that_hides_it(framework):

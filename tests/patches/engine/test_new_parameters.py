@@ -109,8 +109,9 @@ def with_added_parameter(signature, insertion):
         parameters_by_kind[kind].append(added)
     else:
         parameters_by_kind[kind].insert(required_count, added)
-    in_pythons_order = itertools.chain.from_iterable(parameters_by_kind.values())
-    return signature.replace(parameters=list(in_pythons_order))
+    # The keys of parameters_by_kind are in the order in which Python demands the kinds.
+    parameters = list(itertools.chain.from_iterable(parameters_by_kind.values()))
+    return signature.replace(parameters=parameters)
 
 
 def is_required(parameter):
@@ -129,11 +130,12 @@ def arguments_for(signature, style, mock_for):
     kwargs = {}
     for parameter in signature.parameters.values():
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-            continue
+            continue  # nothing is passed for *args and **kwargs
         if style is CallStyle.REQUIRED_ONLY:
-            if not is_required(parameter) and parameter.name != ADDED_PARAMETER:
+            is_passed = is_required(parameter) or parameter.name == ADDED_PARAMETER
+            if not is_passed:
                 continue
-            prefers_position = is_required(parameter)
+            prefers_position = is_required(parameter)  # ADDED_PARAMETER, which is optional, by keyword
         else:
             prefers_position = style is CallStyle.ALL_BY_POSITION
 
@@ -175,7 +177,7 @@ class PatchedCall:
         self.patch = patch
         self.path = path
         self.signature = target_signature.signature
-        self.decorator = target_signature.decorator  # staticmethod, classmethod or None
+        self.decorator = target_signature.decorator  # of the target: staticmethod, classmethod or None
         self.has_session = has_session
         self.is_delivered = False  # whether the target, or a mock, has received the added argument
         self.misplaced = []  # sentences on arguments that the target did not receive as they were given
@@ -191,7 +193,7 @@ class PatchedCall:
         """
         if value is self.added_argument:
             self.is_delivered = True
-        elif isinstance(value, Call):  # calls the target
+        elif isinstance(value, Call):  # the object by which the wrapper calls the target
             value()
         elif inspect.isfunction(value) and not inspect.signature(value).parameters:  # such as a hook
             value()
@@ -233,19 +235,24 @@ class PatchedCall:
         if isinstance(wrapper, Running):
             return wrapper
         function = inspect.unwrap(wrapper)  # without the decorators by_name and with_session
-        is_made_by_inside = function.__globals__ is inside.__globals__
+        is_made_by_inside = function.__globals__ is inside.__globals__  # both are in the same module
+        if is_made_by_inside:
+            return wrapper
+        # The decorator with_session calls its function with the session as the first argument, or, if there
+        # is no session, calls only the target.
         first_parameter = next(iter(inspect.signature(function).parameters))
-        takes_session = first_parameter == "current"  # which the decorator with_session supplies
-        if is_made_by_inside or (takes_session and not self.has_session):
-            return wrapper  # without a session, with_session only calls the target
+        takes_session = first_parameter == "current"
+        if takes_session and not self.has_session:
+            return wrapper
 
         isolated = self.isolated_copies().copy(function)
-        if hasattr(wrapper, "parameters"):
+        has_by_name = hasattr(wrapper, "parameters")  # set by the decorator by_name
+        if has_by_name:
             isolated = by_name(isolated)
         if not takes_session:
             return isolated
         mock_session = self.mock
-        return lambda *arguments: isolated(mock_session, *arguments)
+        return lambda *arguments: isolated(mock_session, *arguments)  # as with_session does
 
     def isolated_copies(self):
         """Return an object that copies functions, and replaces all that they use by mock objects.
@@ -279,13 +286,14 @@ class PatchedCall:
             module.target = self.fake_target()
             self.apply_patch(f"{FAKE_MODULE}:target")
 
+        # mock_for(name) makes the argument for the parameter of this name.
         args, kwargs = arguments_for(self.signature, style, self.mock_for)
         if not is_method:
             module.target(*args, **kwargs)
         elif self.decorator:  # a static method or class method
             module.Holder.target(*args, **kwargs)
         else:
-            # Python passes the object as `self`.
+            # Python passes the object as `self`, so the call must not contain an argument for it.
             if "self" in kwargs:
                 del kwargs["self"]
             else:
@@ -318,9 +326,11 @@ class PatchedCall:
             AssertionError: an argument got lost, or arrived under the name of another parameter.
         """
         try:
-            self.call(style)
+            self.call(style)  # the fake target sets is_delivered and misplaced
         except HolmesError as error:
-            return Outcome.REFUSED if ADDED_PARAMETER in str(error) else Outcome.OTHER_ERROR
+            if ADDED_PARAMETER in str(error):
+                return Outcome.REFUSED
+            return Outcome.OTHER_ERROR
         except Mock:
             return Outcome.OTHER_ERROR  # the wrapper raised an exception class of a framework, here a mock
         situation = f"{style.value}, {self.signature}, branch {self.path.decisions}"
@@ -357,6 +367,7 @@ def check_every_path(patch, target_signature, style, has_session):
         patched_call = PatchedCall(patch, path, target_signature, has_session)
         outcomes.add(patched_call.run(style))
 
+    # Calls run() with one ExecutionPath after another. A path decides whether each test of a mock is true.
     run_every_path(run)
     assert outcomes & {Outcome.DELIVERED, Outcome.REFUSED}, "every path ends in another error"
 

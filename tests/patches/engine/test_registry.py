@@ -415,7 +415,7 @@ def test_a_patch_of_another_version_is_left_out(fw):
 
     The version may come from the package's metadata, or from the imported module (version_of).
     """
-    comm = load(fw, "comm")
+    comm = load(fw, "comm")  # imports the framework's module
     for version_of in (None, lambda: "1.5"):
         registry = Registry([
             patch_of(fw, "comm:send", version_of=version_of, only="<2"),
@@ -423,7 +423,8 @@ def test_a_patch_of_another_version_is_left_out(fw):
         ])
         registry.enable(["f"])  # the feature of both patches
         assert states(registry) == ["applied", "other version"]
-        assert comm.send("x", 1) == ("f", sent("x"))  # the patch of comm:send adds "f"
+        # The patch of comm:send returns ("f", result of the original function).
+        assert comm.send("x", 1) == ("f", sent("x"))
         registry.undo()
 
     old = patch_of(fw, only="<2")

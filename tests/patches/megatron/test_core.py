@@ -158,7 +158,7 @@ def test_where_the_last_unit_ends_is_looked_up_once(monkeypatch):
         searched_modules.append(name)
 
     monkeypatch.setattr(megatron_core, "find_spec", find_no_module)
-    megatron_core._last_unit_may_be_shorter.cache_clear()
+    megatron_core._last_unit_may_be_shorter.cache_clear()  # it is decorated with functools.cache
     answers = [megatron_core._last_unit_may_be_shorter() for _ in range(3)]
     megatron_core._last_unit_may_be_shorter.cache_clear()  # the next test gets the real answer
     assert answers == [False, False, False]

@@ -26,13 +26,15 @@ class RecordingMailbox(Mailbox):
 
 def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch):
     """A tensor of another shape or type than megatron-core's get_tensor_shapes returned is an error."""
+    # The messages of a training step, sent by stage 0 of a pipeline with two stages.
     step = edges._Step(RecordingMailbox(), ReceiveOrder(in_flight=(2, 1)), 0, torch.float32, "cpu")
-    monkeypatch.setattr(edges, "_step", step)  # a training step runs
+    monkeypatch.setattr(edges, "_step", step)  # _announce() reads it
 
     def get_tensor_shapes(seq_length):
         return [SHAPE]
 
-    # Called as a wrapper: the wrapped function, no instance, and the program's arguments.
+    # _announce() wraps megatron-core's get_tensor_shapes, and notes the shapes that it returns. It is called
+    # as a wrapper: the wrapped function, no instance, and the program's arguments.
     assert edges._announce(get_tensor_shapes, None, (), {"seq_length": 16}) == [SHAPE]
     for _ in range(2):  # micro-batches
         step.send("F", torch.ones(SHAPE), NEXT_RANK)  # "F": activation of a forward pass
@@ -42,4 +44,5 @@ def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch)
         step.send("F", torch.ones(16, 1, 8), NEXT_RANK)
     with pytest.raises(HolmesError, match="torch.bfloat16, expected"):
         step.send("F", torch.ones(SHAPE, dtype=torch.bfloat16), NEXT_RANK)
+    # Only the first two were sent: (forward pass and its micro-batch, shape, receiver).
     assert step.mailbox.sent == [(("F", 0), SHAPE, NEXT_RANK), (("F", 1), SHAPE, NEXT_RANK)]

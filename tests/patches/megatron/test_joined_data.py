@@ -61,16 +61,17 @@ def test_a_part_looks_like_the_data_set():
 
 def test_all_jobs_build_an_index_of_all_parts(job):
     """If three joined jobs share a data set, each has Megatron build three times the samples it needs."""
-    job("part=1/3")
+    job("part=1/3")  # this job reads the second of three parts
     needed = (100, None, 8)  # samples for training, validation and test; None: all samples
-    built = []
+    numbers_for_provider = []
+    provider = numbers_for_provider.append  # stands in for the script's function that builds the data sets
 
     def build_train_valid_test_datasets(build_train_valid_test_datasets_provider, numbers):
         build_train_valid_test_datasets_provider(numbers)
 
     # Called as a wrapper: the wrapped function, no instance, and the program's arguments.
-    joined._enlarge(build_train_valid_test_datasets, None, (built.append, needed), {})
-    assert built == [(300, None, 24)]
+    joined._enlarge(build_train_valid_test_datasets, None, (provider, needed), {})
+    assert numbers_for_provider == [(300, None, 24)]
 
 
 def test_without_parts_and_for_loaders_of_the_script_nothing_changes(job):
@@ -85,7 +86,7 @@ def test_without_parts_and_for_loaders_of_the_script_nothing_changes(job):
 
     indexed_data = Data(range(4))
     assert data_of_loader(indexed_data) is indexed_data  # before any job is joined
-    job("part=0/2")
-    assert data_of_loader(None) is None
-    stream = iter(range(4))
+    job("part=0/2")  # from here on, two jobs share the data
+    assert data_of_loader(None) is None  # a rank without data, as in Megatron
+    stream = iter(range(4))  # data without an index
     assert data_of_loader(stream) is stream

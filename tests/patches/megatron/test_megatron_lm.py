@@ -143,10 +143,10 @@ def test_another_plans_checkpoint_is_told(active, capsys, digest, lines):
 
 def test_parameters_that_the_check_of_a_checkpoint_gained_arrive(active):
     """Megatron-LM's check_checkpoint_args receives skip_args, a parameter that only newer versions have."""
-    active()
+    active()  # switches holmes on
     calls = []
 
-    def check_checkpoint_args(checkpoint_args, skip_args=None):
+    def check_checkpoint_args(checkpoint_args, skip_args=None):  # as in newer versions
         calls.append((checkpoint_args, skip_args))
 
     saved_args = SimpleNamespace()

@@ -68,10 +68,14 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
     model = Model(**model_options)
     wrapped = DistributedDataParallel(model, **options)
     if hook:
-        hook(wrapped)
+        hook(wrapped)  # registers a comm hook
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step_count = steps if join is None else steps - rank % 2
-    with wrapped.join(**join) if join is not None else nullcontext():
+    step_count = steps
+    join_context = nullcontext()
+    if join is not None:
+        step_count = steps - rank % 2
+        join_context = wrapped.join(**join)
+    with join_context:
         for step in range(step_count):
             for part in range(accumulate):
                 is_last_part = part == accumulate - 1
@@ -79,10 +83,14 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
                     wrapped(batch(rank, step, part)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)  # both ways to clear gradients
-    reducer = ddp_patches._reducers.get(wrapped)  # None without holmes
-    sent_across_mb = getattr(reducer and reducer.all_reduce, "bytes_across", 0) / 1e6
+    sent_across_mb = 0
+    reducer = ddp_patches._reducers.get(wrapped)  # holmes's reducer of gradients; None without holmes
+    if reducer is not None:
+        # Only an all-reduce in two levels (inside clusters, then between them) counts its bytes.
+        sent_across_mb = getattr(reducer.all_reduce, "bytes_across", 0) / 1e6
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    return weights, sent_across_mb, wrapped._get_ddp_logging_data().get("comm_hook", "")
+    hook_name = wrapped._get_ddp_logging_data().get("comm_hook", "")
+    return weights, sent_across_mb, hook_name
 
 
 def start(rank, *clusters, **options):
@@ -269,21 +277,24 @@ def int8(rank, with_fp16_hook):
     without_holmes(inputs).square().mean().backward()
     exact_gradient = model.weight.grad.clone()
 
-    start(rank, compress="int8")
+    start(rank, compress="int8")  # switches holmes on
     wrapped = DistributedDataParallel(model)
     if with_fp16_hook:
-        fp16(wrapped)
-    errors = []
+        fp16(wrapped)  # registers torch's fp16 comm hook
+    errors_of_steps = []
     for _ in range(7):
         model.zero_grad()
         wrapped(inputs).square().mean().backward()
-        errors.append(model.weight.grad - exact_gradient)
-    errors = errors[1:]  # DDP makes new buckets after the first step, so its rounding error is lost
-    reducer = ddp_patches._reducers[wrapped]
+        errors_of_steps.append(model.weight.grad - exact_gradient)
+    # DDP makes new buckets after the first step, so the rounding error of that step is lost.
+    six_errors = errors_of_steps[1:]
+    reducer = ddp_patches._reducers[wrapped]  # holmes's reducer of gradients
+    # For each bucket: the rounding errors of a step, which the next step adds to its gradient.
+    residuals = reducer.all_reduce._residuals._of
     return Int8Errors(
-        of_one_step=errors[0].abs().max().item(),
-        of_sum_of_six_steps=sum(errors).abs().max().item(),
-        residual_count=len(reducer.all_reduce._residuals._of),
+        of_one_step=six_errors[0].abs().max().item(),
+        of_sum_of_six_steps=sum(six_errors).abs().max().item(),
+        residual_count=len(residuals),
     )
 
 
@@ -384,6 +395,7 @@ def test_on_a_gpu_a_pipeline_s_buckets_wait_when_its_schedule_ends(monkeypatch):
 
     DDP has copied the gradient out of the bucket before it was reduced, so finish() copies it again.
     """
+    # `bucket` stands in for a DDP bucket on a GPU. Its log has tuples (action, stream of the action).
     bucket, reducer, _ddp = recorded_reducer(monkeypatch)
     # The addresses differ: the parameter's gradient is not a view of the bucket.
     gradient = SimpleNamespace(data_ptr=lambda: 1, copy_=lambda source: bucket.note("copy"))
@@ -391,9 +403,10 @@ def test_on_a_gpu_a_pipeline_s_buckets_wait_when_its_schedule_ends(monkeypatch):
     bucket.parameters = lambda: [SimpleNamespace(grad=gradient)]
     bucket.gradients = lambda: [view_of_bucket]
 
-    reducer.postponed = []  # postpones waiting
-    assert ddp_patches.two_level_hook(reducer, bucket) is bucket
+    reducer.postponed = []  # a list, not None: postpones waiting until finish()
+    future = ddp_patches.two_level_hook(reducer, bucket)  # the comm hook
+    assert future is bucket  # one stand-in for both
     assert bucket.log == [("divide by 4", "backward"), ("launch", "backward"), ("complete", "backward")]
     reducer.finish()
     assert bucket.log[3:] == [("wait", "backward"), ("copy", "backward")]
-    assert bucket.stream == "backward"
+    assert bucket.stream == "backward"  # still the current stream

@@ -75,6 +75,7 @@ def test_units_are_looked_through_once(monkeypatch):
 
     monkeypatch.setattr(session, "_active", SimpleNamespace(rank=0))  # holmes is on
     for _ in range(3):  # forward passes
+        # A wrapper gets the wrapped method, its object, and the positional and keyword arguments.
         fsdp_patches._print_cost_of_fsdp2(lazy_init, state, (), {})
     assert len(reads) == 1
 
@@ -141,8 +142,9 @@ def test_hybrid_has_stock_s_losses(case):
     It shards inside each of the two clusters, and only rank 0 prints so.
     """
     tolerance = 1e-4 if case == "bf16" else 1e-6
-    results = run_ranks(both, 4, *CASES[case])  # trains without holmes, then with it
-    for losses_without_holmes, hybrid_losses, mesh, _ in results:
+    # Each of 4 processes trains without holmes, then with it.
+    results = run_ranks(both, 4, *CASES[case])
+    for losses_without_holmes, hybrid_losses, mesh, _ in results:  # of the ranks
         differences = [abs(loss - hybrid) for loss, hybrid in zip(losses_without_holmes, hybrid_losses)]
         assert max(differences) < tolerance
         assert mesh == [[0, 1], [2, 3]]  # the ranks of each cluster
@@ -254,12 +256,13 @@ def train_fsdp1(rank, strategy):
         sharded = FullyShardedDataParallel(
             model(), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy,
             use_orig_params=True, device_id=torch.device("cpu"))
-        return train(sharded, rank)
+        return train(sharded, rank)  # the losses of some steps
 
     losses_without_holmes = losses_of_new_model()
     start(rank, fsdp="hybrid")  # switches holmes on
     hybrid_losses = losses_of_new_model()
-    return losses_without_holmes, hybrid_losses, len(fsdp_patches._meshes)
+    meshes_of_holmes = fsdp_patches._meshes  # type of device -> device mesh
+    return losses_without_holmes, hybrid_losses, len(meshes_of_holmes)
 
 
 @pytest.mark.row("FSDP1")

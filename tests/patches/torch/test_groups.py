@@ -77,9 +77,10 @@ def test_the_store_stays_where_the_launcher_put_it(process, launched_rank, renum
     _create_c10d_store is called with rank 0.
     """
     process.rank = launched_rank
-    calls = []
+    calls = []  # of torch's function: parameter name -> argument
     create = recorder(calls, _create_c10d_store)
-    # The program may pass the arguments by position or by name.
+    # The program may pass the arguments by position or by name. A wrapper gets the wrapped function, no
+    # instance, and the arguments.
     by_position = ("host", 1, renumbered_rank, 4, None)
     torch_distributed._host_store_where_launched(create, None, by_position, {})
     by_name = dict(hostname="host", port=1, rank=renumbered_rank, world_size=4, timeout=None)
@@ -101,7 +102,7 @@ def agree(store, sessions, monkeypatch):
     Returns:
         Rank -> the error that the call raised, or None.
     """
-    # All threads are in the same process, but make the same default group.
+    # Each call takes the next number for its default group. In separate processes, all would take 0.
     monkeypatch.setattr(torch_distributed, "_default_group_numbers", itertools.repeat(0))
     errors = {}
 
@@ -125,10 +126,13 @@ def test_ranks_that_are_patched_differently_are_told(monkeypatch):
     store = dist.HashStore()
     states = registry().states()  # patch -> "off" or "on VERSION"
     first_patch = sorted(states)[0]
+    # Each call takes the next number for its default group. In separate processes, all would take 0.
     monkeypatch.setattr(torch_distributed, "_default_group_numbers", itertools.repeat(0))
+    # Ranks 0 and 1 have the same patches. They do not wait for the other ranks.
     torch_distributed.agree_on_patches(store, session_of(0), waits=False)
     torch_distributed.agree_on_patches(store, session_of(1), waits=False)
 
+    # Rank 3 has another version of the first patch.
     monkeypatch.setattr(type(registry()), "states", lambda self: {**states, first_patch: "on 9.9"})
     message = f"{first_patch}: it is 'on 9.9' on rank 3 on a0 and 'off' on rank 0 on a0"
     with pytest.raises(HolmesError, match=message):
@@ -177,7 +181,8 @@ def on_nccl(monkeypatch):
 
     torch gets a stand-in for ProcessGroupNCCL, as if it were built with NCCL. Returns the session of holmes.
     """
-    current = session_of(0)
+    current = session_of(0)  # of rank 0
+    # What holmes's wrappers of torch's functions for process groups read.
     current.forced_nets = {}  # network -> file of NCCL that forces it
     current.groups = []
     current.backends = set()
@@ -213,18 +218,19 @@ def test_a_groups_options_have_torchs_timeout_and_the_planned_network(on_nccl, b
         args = first_arguments
         kwargs = {"backend_options": user_options, "timeout": timeout}
 
-    calls = []
+    calls = []  # of torch's function: parameter name -> argument
     helper = recorder(calls, new_process_group_helper)
+    # A wrapper gets the wrapped function, no instance, and the positional and keyword arguments.
     torch_distributed._give_group_its_nic(helper, None, args, kwargs)
 
-    (arguments,) = calls
+    (arguments,) = calls  # one call
     options = arguments["backend_options"]
     assert options.config.net_name == "Socket"  # planned
     assert options.config.max_ctas == 7  # the user's
     assert options._timeout == timeout
     assert options is not user_options
     assert user_options.config.net_name is None  # the user's own object is not changed
-    assert tuple(arguments.values())[:6] == first_arguments
+    assert tuple(arguments.values())[:6] == first_arguments  # unchanged
     assert arguments["timeout"] == timeout
 
 
@@ -241,14 +247,17 @@ def test_options_by_the_name_that_torch_2_4_and_2_5_have_for_them(on_nccl):
     user_options.config.max_ctas = 7
     kwargs = dict(group_size=2, group_rank=0, global_ranks_in_group=[], backend="nccl", store="store",
                   group_name="name", pg_options=user_options, group_desc="d")
-    calls = []
-    torch_distributed._give_group_its_nic(recorder(calls, older_helper), None, (), kwargs)
+    calls = []  # of torch's function: parameter name -> argument
+    helper = recorder(calls, older_helper)
+    # A wrapper gets the wrapped function, no instance, and the positional and keyword arguments.
+    torch_distributed._give_group_its_nic(helper, None, (), kwargs)
 
-    (arguments,) = calls
+    (arguments,) = calls  # one call
     assert arguments.keys() == kwargs.keys()
     options = arguments.pop("pg_options")
-    assert options.config.net_name == "Socket"
-    assert options.config.max_ctas == 7
+    assert options.config.net_name == "Socket"  # planned
+    assert options.config.max_ctas == 7  # the user's
+    # All other arguments are unchanged.
     assert all(kwargs[name] == value for name, value in arguments.items())
 
 
@@ -261,20 +270,21 @@ def test_the_options_of_a_split_are_its_parents_but_for_the_network(on_nccl, mon
     parent_options.config.net_name = "IB"
     parent_options.config.max_ctas = 7
     parent_options.is_high_priority_stream = True
-    parent = SimpleNamespace()
+    parent = SimpleNamespace()  # stands in for a process group with these options
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
     monkeypatch.setattr(torch_distributed, "backend_of", lambda group: "nccl")
     monkeypatch.setattr(torch_distributed, "options_of", lambda group: parent_options)
-    calls = []
+    calls = []  # of torch's function: parameter name -> argument
     split = recorder(calls, split_group)
+    # A wrapper gets the wrapped function, no instance, and the positional and keyword arguments.
     torch_distributed._give_split_group_its_nic(split, None, (parent, [[0, 1]]), {})
 
     options = calls[0]["pg_options"]
-    assert options.config.net_name == "Socket"
-    assert options.config.max_ctas == 7
-    assert options.is_high_priority_stream is True
-    assert parent_options.config.net_name == "IB"
+    assert options.config.net_name == "Socket"  # planned
+    assert options.config.max_ctas == 7  # the parent's
+    assert options.is_high_priority_stream is True  # the parent's
+    assert parent_options.config.net_name == "IB"  # the parent's own options are not changed
 
 
 def test_a_network_forced_by_a_file_ends_the_job_before_the_group_is_made(on_nccl):
@@ -299,9 +309,14 @@ def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, back
     the group's destructor holds the GIL and waits for the lock. NCCL has no such threads.
     """
     events = []
+
+    def destroy_groups():
+        events.append("ended")
+
     # let_threads_forget() is the function that waits.
     monkeypatch.setattr(torch_distributed, "let_threads_forget", lambda: events.append("waited"))
-    helper = recorder([], new_process_group_helper)
-    torch_distributed._give_group_its_nic(helper, None, (2, 0, [0, 1], backend, "store", "name"), {})
-    torch_distributed._destroy_after_gloo_threads(lambda: events.append("ended"), None, (), {})
+    # Wrappers get the wrapped function, no instance, and the positional and keyword arguments.
+    make_group = recorder([], new_process_group_helper)  # a stand-in that makes no group
+    torch_distributed._give_group_its_nic(make_group, None, (2, 0, [0, 1], backend, "store", "name"), {})
+    torch_distributed._destroy_after_gloo_threads(destroy_groups, None, (), {})
     assert events == expected

@@ -45,13 +45,14 @@ def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
     """
     cluster_site = site(*clusters)
     if sizes:
-        planned_sizes = parse_sizes(sizes, "the test").complete(4)
+        planned_sizes = parse_sizes(sizes, "the test").complete(4)  # for 4 ranks
         options = options_from(sizes=sizes)
     else:
         planned_sizes = None
         options = Options()
-    process = Process(rank, 4, 0, 1, "", 0, "test")
-    current = session.Session(options, process, cluster_site, build_plan(cluster_site, planned_sizes), rank)
+    process = Process(rank, 4, 0, 1, "", 0, "test")  # rank and world size; local rank and local world size
+    plan = build_plan(cluster_site, planned_sizes)
+    current = session.Session(options, process, cluster_site, plan, rank)
     session.set_active(current)
     registry().enable(list(features), required=True)
     try:
@@ -111,12 +112,12 @@ def both(rank, *args, clusters=CLUSTERS, **more):
     weights_without_holmes, _ = train(*args, **more)
     with holmes(rank, clusters):
         weights, stages = train(*args, **more)
+        # For each pipeline's group: rank of a neighbour -> the group of this rank and the neighbour.
         group_of_peer = pipelining._pair_groups[stages[0].group]
         pairs = {peer: dist.get_process_group_ranks(group) for peer, group in group_of_peer.items()}
-    difference = max(
-        float((a - b).abs().max()) for a, b in zip(weights_without_holmes, weights, strict=True)
-    )
-    return difference, pairs
+    tensor_pairs = zip(weights_without_holmes, weights, strict=True)
+    largest_difference = max(float((a - b).abs().max()) for a, b in tensor_pairs)
+    return largest_difference, pairs
 
 
 #: name -> (arguments of train, its options)
@@ -165,6 +166,7 @@ def events_of_two_steps(rank, args):
     events = []
 
     def record(patch, owner, method, event_of):
+        """Let each call of the method append event_of(its object) to `events`."""
         original = getattr(owner, method)
 
         def recorded(self, *args, **kwargs):
@@ -177,7 +179,7 @@ def events_of_two_steps(rank, args):
         record(patch, ddp_patches.BucketReducer, "reduce", lambda reducer: "reduce")
         record(patch, ddp_patches.BucketReducer, "finish", lambda reducer: "finish")
         record(patch, PipelineStage, "backward_one_chunk", lambda stage: f"backward {stage.stage_index}")
-        train(*args, order=("dp", "pp"), steps=2)
+        train(*args, order=("dp", "pp"), steps=2)  # order: dimensions of the device mesh
     return events
 
 
@@ -280,7 +282,9 @@ def test_receives_stand_where_the_plan_posts_them(texts, posted):
     planned = PassOrder.parse(texts)
     for stage, expected in enumerate(posted):
         words = expected.split()
-        receives_last = sorted(words, key=lambda word: "RECV" in word)  # their place in torch is irrelevant
+        # Before, the receives stand behind all others. Where they stand in torch's schedule is irrelevant.
+        receives_last = sorted(words, key=lambda word: "RECV" in word)
+        # torch writes an action with its stage in front, e.g. "1F0", or "1RECV_F0".
         actions = [schedules._Action.from_str(f"{stage}{word}") for word in receives_last]
         moved = passes_patches._with_receives_moved(actions, planned, stage)
         assert [str(action) for action in moved] == [f"{stage}{word}" for word in words]

@@ -102,7 +102,8 @@ def test_the_plan_is_compared_after_whole_steps(monkeypatch):
     monkeypatch.setattr(start_stop, "Comparison", FakeComparison)
     optimizer = optimizer_of(groups=2)
     # Makes a Comparison, and calls its step_done after each training step, by a hook on optimizers.
-    start_stop.compare_with_plan(None)
+    no_session = None  # FakeComparison does not use it
+    start_stop.compare_with_plan(no_session)
     try:
         for _ in range(COMPARED_STEP):
             step_group_by_group(optimizer)  # one training step, two calls of optimizer.step()

@@ -127,19 +127,21 @@ def test_byzfl_gives_the_same(monkeypatch):
     spec = importlib.util.find_spec("byzfl")
     if spec is None:
         pytest.skip("byzfl is not installed")
-    # Empty packages with the paths of the real ones.
+    # Put empty packages with the paths of the real ones into sys.modules. An import of a module in them
+    # finds its file, but executes no __init__.py.
     for name, folder in (("byzfl", ""), ("byzfl.aggregators", "/aggregators")):
         package = types.ModuleType(name)
         package.__path__ = [spec.submodule_search_locations[0] + folder]
         monkeypatch.setitem(sys.modules, name, package)
     aggregators = importlib.import_module("byzfl.aggregators.aggregators")
 
-    five = vectors(5, outlier=10.0)  # the last one is far from the others
+    five = vectors(5, outlier=10.0)  # random ones; the last is far from the others
+    # aggregate() calls the functions of holmes.
     torch.testing.assert_close(aggregate("median", five), aggregators.Median()(five))
     torch.testing.assert_close(aggregate("trimmed", five), aggregators.TrMean(f=1)(five))
 
-    # The other aggregates are weighted sums of the vectors. Ours return the weights, computed from the
-    # vectors' inner products.
+    # The other aggregates are weighted sums of the vectors. Our functions return the weights, computed from
+    # products(five), the inner products of the vectors.
     matrix = torch.stack(five).T.double()
     equal_weights = torch.full((5,), 0.2, dtype=torch.float64)  # the start of the iteration
     weights = geometric_median(products(five), equal_weights)

@@ -138,27 +138,33 @@ def threads_and_memory():
 
 def garbage(rng):
     """Return random bytes, or a damaged beginning of the handshake, as a stranger may send them."""
+    # The first frame of the handshake. A frame is a length, a sequence number (here 0), and a content.
     hello = documents.pack({"holmes": 2, "challenge": "00" * 16})
-    frame = len(hello).to_bytes(4, "big") + bytes(8) + hello  # length, sequence number, content
-    kind = rng.randrange(8)
-    if kind == 0:
+    frame = len(hello).to_bytes(4, "big") + bytes(8) + hello
+    kinds = ("random bytes", "HTTP", "TLS", "a part of the frame", "a flipped bit", "a wrong length",
+             "a wrong proof", "the frame twice")
+    kind = rng.choice(kinds)
+    if kind == "random bytes":
         return rng.randbytes(rng.choice([0, 1, 3, 12, 100, 5000]))
-    if kind == 1:
+    if kind == "HTTP":
         return b"GET /" + rng.randbytes(20) + b" HTTP/1.1\r\n\r\n"
-    if kind == 2:  # a TLS handshake
+    if kind == "TLS":
         return b"\x16\x03\x01" + rng.randbytes(rng.randrange(600))
-    if kind == 3:  # a part of the frame
+    if kind == "a part of the frame":
         return frame[: rng.randrange(len(frame))]
-    if kind == 4:  # the frame with a flipped bit
-        at = rng.randrange(len(frame))
-        return frame[:at] + bytes([frame[at] ^ 1 << rng.randrange(8)]) + frame[at + 1 :]
-    if kind == 5:  # a wrong length
+    if kind == "a flipped bit":
+        damaged = bytearray(frame)
+        damaged[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+        return bytes(damaged)
+    if kind == "a wrong length":
         return rng.choice([2**32 - 1, 8193, 0]).to_bytes(4, "big") + rng.randbytes(8)
-    # The right first frame, and a second one with a wrong proof of the token.
+    # The second frame must prove that the sender has the token of the jobs.
     proof = documents.pack({"purpose": rng.choice(['{"purpose":"job"}', "[]", "{", "\x00"]),
                             "proof": "f" * 64})
-    second = len(proof).to_bytes(4, "big") + (1).to_bytes(8, "big") + proof
-    return frame + second if kind == 6 else frame + frame
+    second_frame = len(proof).to_bytes(4, "big") + (1).to_bytes(8, "big") + proof
+    if kind == "a wrong proof":
+        return frame + second_frame
+    return frame + frame
 
 
 def send_bytes(port, data, rng):
@@ -169,7 +175,7 @@ def send_bytes(port, data, rng):
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as raw:
         raw.sendall(data)
         if rng.random() < 0.3:
-            raw.shutdown(socket.SHUT_WR)
+            raw.shutdown(socket.SHUT_WR)  # half close: no more bytes follow
         if rng.random() < 0.2:
             raw.settimeout(0.05)
             raw.recv(1000)
@@ -192,10 +198,12 @@ def mutated(document, rng):
     for _ in range(rng.randint(1, 3)):
         # Choose the outer dict or, by chance, one inside of it.
         table = changed
-        while (inner := [value for value in table.values() if isinstance(value, dict)
-                         and value]) and rng.random() < 0.4:
+        while True:
+            inner = [value for value in table.values() if isinstance(value, dict) and value]
+            if not inner or rng.random() >= 0.4:
+                break
             table = rng.choice(inner)
-        key = rng.choice([*table, "more"])
+        key = rng.choice([*table, "more"])  # "more" is a new key
         if rng.random() < 0.2:
             table.pop(key, None)
         elif rng.random() < 0.1:
@@ -225,6 +233,7 @@ HEARTBEAT = {"round": 1, "step": 2, "steps_per_second": 1.0, "bits_per_second": 
 def lie_to_coordinator(port, rng):
     """Send a random, mostly wrong message to the coordinator, as someone who has the token of the jobs."""
     kind = rng.choice(["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"])
+    # The handshake states the purpose of the connection. The coordinator reads these values.
     purpose = {"purpose": kind, "job": rng.choice(["east", "zero", "one"]), "secret": "s",
                "incarnation": incarnation_of("s"), "port": rng.choice([0, 1, 70000, "x"]), "rank": 0,
                "to_job": "east", "to": "1", "to_rank": 0, "call": "c", "address": ""}  # fmt: skip
@@ -236,7 +245,10 @@ def lie_to_coordinator(port, rng):
         channel = call("127.0.0.1", port, CREDENTIALS, purpose, deadline)
         try:
             for _ in range(rng.randint(1, 3)):
-                message = HEARTBEAT if kind == "heartbeat" else rng.choice(QUESTIONS)
+                if kind == "heartbeat":
+                    message = HEARTBEAT
+                else:
+                    message = rng.choice(QUESTIONS)  # one of each kind
                 if rng.random() < 0.9:
                     message = mutated(message, rng)
                 send_any(channel, message, rng, deadline)
@@ -246,15 +258,16 @@ def lie_to_coordinator(port, rng):
 
 def send_any(channel, document, rng, deadline):
     """Send a document as JSON; sometimes send invalid JSON or random bytes instead."""
-    kind = rng.random()
-    if kind < 0.8:
+    draw = rng.random()
+    if draw < 0.8:  # valid JSON, 80 % of all
         text = json.dumps(document).encode()
-    elif kind < 0.9:
+    elif draw < 0.9:  # invalid or unusual JSON
         odd = [b'{"a":NaN}', b'{"a":"\\ud800"}', b"[" * 100_000, b"\xff", b"", b"null", b'{"op":1e999}']
         text = rng.choice(odd)
-    else:
+    else:  # random bytes
         text = rng.randbytes(30)
-    # Write the bytes as one frame, with a valid authentication tag.
+    # Write the bytes as one frame, with a valid authentication tag. `_sent` has the sequence number and the
+    # key of the sending direction.
     header = channel._sent.header(len(text))
     channel._write(memoryview(header + text + channel._sent.tag(header, text)), deadline)
 
@@ -263,6 +276,7 @@ def lie_to_rank(loop, rng):
     """Send a random, mostly wrong message to a rank of a joined job, as a rank of another job would."""
     host, port = loop.rounds.links.address.split(":")
     identity = loop.rounds.links.routes.identity
+    # The handshake states the purpose of the connection. The rank reads these values.
     purpose = {"purpose": rng.choice(["exchange", "fetch", "reversed", "else"]), "job": "zero",
                "incarnation": "1", "rank": rng.choice([0, -1, "x"]), "lane": rng.choice([0, 99, None]),
                "to": identity.incarnation}  # fmt: skip
@@ -274,6 +288,7 @@ def lie_to_rank(loop, rng):
         # call() makes the handshake, in which it proves that it has the token.
         channel = call(host, int(port), CREDENTIALS, purpose, deadline, ticket)
         try:
+            # Asks for the weights 0 to 249 of a fragment, a part of the model.
             good = {"fragment": 0, "version": 0, "start": 0, "stop": 250}
             send_any(channel, mutated(good, rng), rng, deadline)
         finally:
@@ -301,7 +316,7 @@ def test_ports_while_two_jobs_train(quiet, input_divisor):
         assert_bounded(before)  # threads and memory
         status = ask_status("127.0.0.1", server.port, CREDENTIALS)
         states = {job["job"]: job["state"] for job in status["jobs"]}
-        assert states["east"] == states["west"] == "in"
+        assert states["east"] == states["west"] == "in"  # both still take part
     assert training.error is None
 
 
@@ -313,7 +328,8 @@ def test_half_open_connections_to_a_rank(quiet):
         port_of_west = int(training.loops["west"].rounds.links.address.split(":")[1])
         idle = [socket.create_connection(("127.0.0.1", port_of_west)) for _ in range(500)]
         number_of_threads, _ = before
-        assert threading.active_count() <= number_of_threads + 40
+        most_new_threads = 40  # far fewer than connections
+        assert threading.active_count() <= number_of_threads + most_new_threads
         training.loops["west"].rounds.links.drop()  # the two jobs must be able to connect again
         training.assert_goes_on()
         for connection in idle:
@@ -329,15 +345,18 @@ def test_the_metrics_port(quiet, monkeypatch, input_divisor):
     from holmes_ext.runtime.watch.metrics import open_metrics
 
     rng = random.Random(SEED)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    metrics = open_metrics(Options(metrics=str(port)), Process(0, 1, 0, 1, "127.0.0.1", 0, "test"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # is free when the server is closed
+    process = Process(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1",
+                      master_port=0, launcher="test")
+    metrics = open_metrics(Options(metrics=str(port)), process)
     assert metrics.place == f"http://127.0.0.1:{port}/metrics"  # other hosts cannot connect
     before = threads_and_memory()
 
     # 100 connections that send nothing do not get a thread each.
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
-    assert threading.active_count() <= before[0] + 12
+    number_of_threads, _ = before
+    assert threading.active_count() <= number_of_threads + 12
 
     for _ in range(1000 // input_divisor):
         requests = [b"GET /metrics" + rng.randbytes(9), b"POST / HTTP/1.1\r\n\r\n", b"\r\n\r\n"]
@@ -375,7 +394,7 @@ def test_damaged_outer_states(input_divisor):
     for _ in range(1000 // input_divisor):
         data = bytearray(good)
         for _ in range(rng.randint(1, 3)):
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)  # flip a bit of the file
         try:
             saved = torch.load(io.BytesIO(bytes(data)), weights_only=True)
         except Exception:  # noqa: BLE001 - torch refuses the file, so holmes never sees it
@@ -386,7 +405,7 @@ def test_damaged_outer_states(input_divisor):
         except HolmesError as error:
             refused += 1
             assert "file.pt" in str(error) and "\n" not in str(error)
-    assert refused > 20
+    assert refused > 20  # torch has not refused all of the files
 
 
 def test_outer_states_that_somebody_made(input_divisor):
@@ -411,7 +430,7 @@ def test_outer_states_that_somebody_made(input_divisor):
             except HolmesError as error:
                 refused += 1
                 assert "file.pt" in str(error) and "\n" not in str(error)
-        assert refused > 20
+        assert refused > 20  # many of the values are really wrong
         loop.load_state_dict(sealed(good), "file.pt")  # the right state can still be loaded
         loop.end()
 

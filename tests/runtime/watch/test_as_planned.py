@@ -57,7 +57,7 @@ def compared(current, capsys):
         What the job did, as holmes's report has it, and the lines that holmes printed to stderr.
     """
     documents = []  # of the report
-    comparison = Comparison(current, documents.append)
+    comparison = Comparison(current, documents.append)  # `current` is the job's session
     for _ in range(COMPARED_STEP + 3):  # compares after step COMPARED_STEP, and only then
         comparison.step_done()
     (document,) = documents

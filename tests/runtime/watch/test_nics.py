@@ -205,16 +205,21 @@ def test_where_another_rank_refused_bad_input_only_that_is_told(current, monkeyp
 
 
 def test_a_failure_of_nccl_is_told_once_and_names_who_is_lost(current, monkeypatch, capfd):
+    # The NICs of both nodes work.
     monkeypatch.setattr(nics, "trouble", lambda port: "")
     monkeypatch.setattr(nics, "answers_at", lambda source, target: True)
+    # NCCL's errors: ranks of the group, error of its communicator. This process is rank 1.
     errors = [([0, 1, 2], "REMOTE_ERROR"), ([0, 1], "COMM_ERROR")]
     monkeypatch.setattr(failure, "nccl_errors", lambda: errors)
+    # The thread that watches the NICs and NCCL. Patience 0: a NIC in trouble does not end the job.
     watch = nic_watch.NicWatch(0.0, trouble=nics.trouble)
-    for now in range(3):
+    for now in range(3):  # seconds
         watch.look(float(now))
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()  # one line after three looks
+    # The smaller group tells more exactly which rank is lost.
     assert line.startswith("holmes: rank 1 on node b1: communication failed; node b0 (rank 0) is lost: "
                            "NCCL's COMM_ERROR in the group of ranks 0, 1"), line
+    # Two other answers of NCCL: a timeout, and no error.
     errors[:] = [([0, 1], "TIMEOUT")]
     assert "; the timeout has passed: NCCL's TIMEOUT" in failure.describe_nccl_failure()
     errors.clear()

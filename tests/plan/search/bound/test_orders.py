@@ -39,27 +39,37 @@ def scene(pick):
     There are three or four clusters with one or two nodes each. Each pair of clusters has a link of its own;
     a cluster may have an uplink that its links share.
     """
-    names, each, processes = "abcd"[: pick.choice((3, 4, 4))], pick.choice((1, 2)), pick.choice((1, 2))
+    names = "abcd"[: pick.choice((3, 4, 4))]  # of clusters
+    nodes_per_cluster = pick.choice((1, 2))
+    processes_per_node = pick.choice((1, 2))
     networks = pick.choice((("ib", "roce") * 2, ("ethernet",) * 4))  # inside each cluster
-    rate = pick.choice(("20Gb/s", "100Gb/s"))
-    lines = [f"{name} {network} {'-' if network == 'ethernet' else rate} {name}[0-{each - 1}]"
-             for name, network in zip(names, networks)]
-    site = clusters.site(*lines, ethernet=pick.choice(("1Gb/s", "5Gb/s")), processes=processes)
+    rdma_rate = pick.choice(("20Gb/s", "100Gb/s"))
+    # A line describes a cluster: name, network, rate ("-": the rate of Ethernet), nodes.
+    lines = []
+    for name, network in zip(names, networks):
+        rate = "-" if network == "ethernet" else rdma_rate
+        lines.append(f"{name} {network} {rate} {name}[0-{nodes_per_cluster - 1}]")
+    site = clusters.site(*lines, ethernet=pick.choice(("1Gb/s", "5Gb/s")), processes=processes_per_node)
 
-    # Links between clusters, in bits/s and seconds of latency.
     pairs = [(first, second) for first in names for second in names if first < second]
-    between = [Between(pair, pick.choice((10**8, 3 * 10**8, 10**9)), pick.choice((1e-4, 0.01, 0.08)))
-               for pair in pairs]
-    uplinks = tuple(Uplink(name, 3 * 10**8) for name in names if pick.random() < 0.2)
-    site = replace(site, wan=Wan(uplinks, tuple(between)))
+    links = []
+    for pair in pairs:
+        rate_bps = pick.choice((10**8, 3 * 10**8, 10**9))
+        latency_s = pick.choice((1e-4, 0.01, 0.08))
+        links.append(Between(pair, rate_bps, latency_s))
+    uplinks = tuple(Uplink(name, rate_bps=3 * 10**8) for name in names if pick.random() < 0.2)
+    site = replace(site, wan=Wan(uplinks, tuple(links)))
 
-    gpus = {name: Gpu(pick.choice((20e12, 60e12)), 0.0, 1e11) for name in names}
+    gpus = {name: Gpu(flops=pick.choice((20e12, 60e12)), memory_bytes=0.0, link_bps=1e11) for name in names}
     model = Model(layers=8, hidden=pick.choice((256, 512)), heads=8, sequence=512,
                   vocabulary=pick.choice((512, 20000)), tied=pick.random() < 0.5, flash=True, micro_batches=1,
                   gpu=Gpu(20e12), gpus=gpus)
     rules = Rules(overlap=pick.random() < 0.7, hide_edges=pick.random() < 0.5)
-    limits = Limits({"recompute": ("none",), "virtual": (1,), "zero": (0, 0, 1)[: pick.choice((1, 3))]})
-    return SearchResult(Network(site), model, site.world_size * pick.choice((1, 2, 4)), limits, rules)
+    zero_stages = (0, 0, 1)[: pick.choice((1, 3))]
+    # The values of some options that the search may choose.
+    limits = Limits({"recompute": ("none",), "virtual": (1,), "zero": zero_stages})
+    global_batch = site.world_size * pick.choice((1, 2, 4))
+    return SearchResult(Network(site), model, global_batch, limits, rules)
 
 
 def every_order(orders, together):
@@ -83,25 +93,30 @@ def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
                       if OrderBounds.known(evaluator.orders, shape.sizes().complete(world))]
     compared = 0
     for shape in pick.sample(bounded_shapes, min(3, len(bounded_shapes))):
-        sizes, prices = shape.sizes().complete(world), result.prices(shape)
+        sizes = shape.sizes().complete(world)  # parallel sizes
+        prices = result.prices(shape)  # times of computation and communication
 
         def bound_of(placement):
+            """Return the lower bound of the placement itself, for the current shape."""
             return evaluator.lower_bound(shape, placement, prices.costs(placement))  # noqa: B023
 
         shape_bound = ShapeBound(result.network, prices, shape)
         order_bounds = OrderBounds(evaluator.orders, sizes, bound_of, shape_bound.ring_bits)
         for together in (1, 2):  # clusters that stand side by side in the order
             orders = every_order(evaluator.orders, together)
-            for order in pick.sample(orders, min(5, len(orders))):
-                if len(result.network.kinds) % together:
-                    continue
+            sampled_orders = pick.sample(orders, min(5, len(orders)))
+            cluster_count = len(result.network.kinds)
+            if cluster_count % together != 0:
+                continue
+            for order in sampled_orders:
                 beginnings = [order[:count] for count in range(1, len(order) + 1)]
                 order_s = max(order_bounds.seconds(beginning, together) for beginning in beginnings)
-                for placement in evaluator.orders.made(sizes, order):
+                for placement in evaluator.orders.made(sizes, order):  # placements in this order
                     bound_s = max(order_s, shape_bound.seconds, bound_of(placement).seconds())
+                    # A split has the number of layers of each pipeline stage.
                     for split in some_splits(pick, result.model.layers, shape.pipeline, 1):
-                        # folded_s(): simulated step time
-                        simulated_s = folded_s(job_of(result, result.candidate(shape, placement, split)))
+                        candidate = result.candidate(shape, placement, split)
+                        simulated_s = folded_s(job_of(result, candidate))  # simulates a training step
                         details = (shape, order, split, order_s, shape_bound.seconds)
                         assert bound_s <= simulated_s * (1 + 1e-9), details
                         compared += 1
