@@ -133,6 +133,7 @@ def command_of(
         f"--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size {batch}"
         " --make-vocab-size-divisible-by 8"
     ).split()
+    # These flags come last, so they replace equal ones of arguments().
     return checkout.arguments(steps, *flags, config=config, shape=model)
 
 
@@ -172,10 +173,12 @@ def run_in_turns(
         By the name of the variant, the step times, losses and sent bytes of its runs.
     """
     # Variants on equal sites (clusters with the same digest) share one lab: emulated nodes and networks.
+    # The digest is a hash of the site's description.
     site_by_digest = {variant.spec.digest: variant.spec for variant in variants}
     series = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:  # ends the labs after the last run
         lab_by_digest = {
+            # scale: of the networks' rates. realtime: the ranks run before other processes of this machine.
             digest: stack.enter_context(Lab(site, scale=1 / slower, realtime=True))
             for digest, site in site_by_digest.items()
         }
@@ -225,6 +228,7 @@ def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], 
         accelerator={"flops": flops, "classes": ["ParallelTransformerLayer"], "layout": "sbh"},
     )
     log = read_log(result)  # fails if the run failed
+    # The keys of `losses` are step numbers. Every step must have been logged.
     assert list(log.losses) == list(range(1, steps + 1)), log
     # holmes prints this line if the job does not communicate as it has planned.
     assert not any("not as planned" in line for line in log.lines), log.lines
@@ -262,7 +266,8 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
     command = command_of(checkout, definition.micro_batches, len(order), steps)
     series = run_in_turns(
         name, variants, checkout, command,
-        flops=definition.flops / definition.slower, slower=definition.slower,  # GPUs and networks
+        # GPUs get slower by `flops`, networks by `slower`.
+        flops=definition.flops / definition.slower, slower=definition.slower,
         steps=steps, repetitions=repetitions, order_of=rotated,
     )
     return rows_of(name, series, definition)
@@ -279,6 +284,7 @@ def rows_of(name: str, series: dict[str, Series], definition: Scene) -> list[Row
     """
     stock, bound = series["stock"], series["all-RDMA"]
     rows = []
+    # ratio_row(scene, name, a, b, target): the median step time of a divided by that of b.
     for variant in ("holmes", "holmes, overlap off"):
         if variant == "holmes":
             stock_target = definition.stock_target
@@ -335,7 +341,8 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     )
 
     two_levels, pairs = series["two levels"], series["pairs"]
-    # For each repetition, the median step time with "pairs" minus that with "two levels".
+    # For each repetition, the median step time with "pairs" minus that with "two levels". `medians` has one
+    # number for each repetition.
     seconds_saved = [
         pairs_s - two_levels_s for two_levels_s, pairs_s in zip(two_levels.medians, pairs.medians)
     ]
@@ -371,6 +378,7 @@ def predicted_tied_step(spec: SiteSpec, definition: Scene, hierarchical: bool) -
         options = Options()
     else:
         options = Options(off=frozenset({TIED_FEATURE}))  # as if HOLMES_DISABLE named the feature
+    # tied: whether the simulated DeepSpeed reduces tied weights hierarchically
     return predicted_step(
         "deepspeed", spec, model, Sizes(pipeline=2), forward_seconds, options, tied=hierarchical
     )
@@ -386,7 +394,7 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     forward_seconds = forward_s(edges.HIDDEN, edges.SEQUENCE, edges.FLOPS)  # of a transformer layer
     variants = []
     predicted = {}  # name of a variant -> seconds of a step
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory:  # the runs read these files, so they end before it
         model_file = Path(directory, "model.toml")
         model_file.write_text(edges.MODEL_TOML.format(micro_batches=LINK_MICRO_BATCHES, flops=edges.FLOPS))
         model = load_model(str(model_file))
@@ -403,7 +411,7 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
                 variants.append(Variant(name, spec, interleave(spec), flags))
                 predicted[name] = predicted_step("deepspeed", spec, model, Sizes(pipeline=2),
                                                  forward_seconds, Options(inflight=inflight))
-        ranks = len(variants[0].order)  # one per node
+        ranks = len(variants[0].order)  # one per node; the same for all variants
         command = command_of(checkout, LINK_MICRO_BATCHES, ranks, steps, LINK_MODEL)
         series = run_in_turns(
             LINK_SCENE, variants, checkout, command,

@@ -85,7 +85,7 @@ def run_every_path(run: Callable[[ExecutionPath], None]) -> int:
     pending: list[tuple[bool, ...]] = [()]  # beginnings of paths that have not been run
     while pending:
         path = ExecutionPath(prescribed=pending.pop())
-        run(path)
+        run(path)  # the path's list `decisions` has all decisions of this run afterwards
         count += 1
         assert count < MAX_PATHS, "too many branches: split the function"
         # The run made further decisions, which were not prescribed. Each of them begins another path: the
@@ -128,6 +128,7 @@ class Mock(Exception):
         )
 
     def __getattr__(self, name: str) -> Any:
+        # A library that asks for a special method, e.g. __array__, must not find it.
         if name.startswith("__") and name not in ("__qualname__", "__name__", "__version__"):
             raise AttributeError(name)
         return self._derive()
@@ -312,12 +313,12 @@ class IsolatedCopies:
         Constants and exception classes stay. Functions and regular expressions are replaced by stand-ins that
         handle mock objects, and everything else by a mock object.
         """
-        if value is None:
+        if value is None:  # e.g. a variable that is set later, in a session
             return None if self.keep_none else self.mock
         if isinstance(value, type) and issubclass(value, BaseException):
             return value
         if isinstance(value, (str, bytes, int, float, tuple)):
-            return value
+            return value  # a constant
         if isinstance(value, re.Pattern):
             return _PatternOfMocks(value, self.mock)
         if inspect.isfunction(value):
@@ -331,11 +332,13 @@ class IsolatedCopies:
         """
 
         def type_of(value: Any, *arguments: Any) -> Any:
+            """Return the type of a value. With three arguments, make a class, as type() does."""
             if isinstance(value, Mock) and not arguments:
                 return self.mock
             return type(value, *arguments)
 
         def is_instance(value: Any, classes: Any) -> bool:
+            """Return whether a value is an instance of `classes`. For a mock, its path decides."""
             if isinstance(value, Mock):
                 return value.path.decide()
             return isinstance(value, classes)

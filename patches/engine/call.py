@@ -52,7 +52,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     is_variadic_only = kinds == (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if not is_variadic_only:
         return signature  # no decorator hides it
-    # A closure stores each outer variable in a cell.
+    # The decorator's closure holds the original function. A closure stores each outer variable in a cell.
     cells = getattr(inspect.unwrap(function), "__closure__", None) or ()
     functions_in_closure = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
     if len(functions_in_closure) != 1:
@@ -183,6 +183,7 @@ class Call:
             else:
                 # The program left out a required argument: bind() raises Python's own TypeError.
                 parameters.signature.bind(*self.args, **self.kwargs)
+                # bind() found no error: the target lacks the parameter, and there is no fallback for it.
                 raise TypeError(f"{_name_of(self.target)} has no parameter {name!r}")
         return values
 
@@ -214,7 +215,7 @@ class Call:
         if not self.args and not self.kwargs:
             return []
         parameters = parameters_of(self.target)
-        unread = []
+        unread = []  # the result
         named_count = len(parameters.positions)  # positional arguments after these go to *args
         for position, value in enumerate(self.args[named_count:], start=named_count):
             unread.append(f"argument {position}: {value!r}")
@@ -256,6 +257,11 @@ def arguments_of(
 
 
 def _given(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one call of a function, by parameter name. Defaults are not included.
+
+    Raises:
+        TypeError: a required argument is missing.
+    """
     parameters = parameters_of(target)
     given = {**dict(zip(parameters.positions, args)), **kwargs}
     if not parameters.required <= given.keys():

@@ -62,7 +62,7 @@ class Location:
         if not patch.parameters:
             return
         try:
-            names = signature_of(getattr(self.parent, self.name)).parameters
+            names = signature_of(getattr(self.parent, self.name)).parameters  # name -> inspect.Parameter
         except (TypeError, ValueError):
             raise Misfit(f"{patch.target} has no signature to check") from None
         reason = missing_parameters(patch, names)  # in words; None if none is missing
@@ -106,15 +106,17 @@ class Location:
         has_self = is_in_class and decorator is not staticmethod  # of a classmethod, the class is `self`
 
         @functools.wraps(function)
-        def call(*args, **kwargs):  # the new function: programs call it in place of `function`
+        def call(*args, **kwargs):
+            """Call the patch's wrapper. Programs call this new function in place of `function`."""
             instance = None
             target = function
             if has_self:
                 instance, args = args[0], args[1:]
-                target = function.__get__(instance, type(instance))  # bound to the instance
+                # Python's way to bind a function to an instance, as the access `instance.method` does.
+                target = function.__get__(instance, type(instance))
             if patch not in self.patches:
                 return target(*args, **kwargs)  # the patch was removed, but somebody still holds `call`
-            return patch.wrap(target, instance, args, kwargs)
+            return patch.wrap(target, instance, args, kwargs)  # the wrapper may call `target`
 
         return decorator(call) if decorator else call
 
@@ -122,6 +124,7 @@ class Location:
         """Give the attribute a new value, and replace all copies of the former value in the framework."""
         former = self.value
         is_patched = former is not self.original
+        # Somebody else may have replaced the wrapper that holmes set.
         is_changed_by_others = is_patched and vars(self.parent).get(self.name) is not former
         if is_changed_by_others:
             _log.warning("holmes: %s was changed by somebody else meanwhile: it stays as it is", self.target)
@@ -133,8 +136,8 @@ class Location:
         if not callable(self.original):
             return  # copies of a constant cannot be found by identity: every None is the same object
         for namespace in self._namespaces():
-            for key, held in list(namespace.items()):
-                if held is former:  # a copy
+            for key, held in list(namespace.items()):  # a copied list: the loop changes the dict
+                if held is former:  # a copy of the attribute
                     namespace[key] = value
 
     def _namespaces(self):

@@ -49,6 +49,7 @@ def release_of(version: str) -> Version:
         release = Version(Version(version).base_version)
     except InvalidVersion:
         return UNKNOWN
+    # A git checkout without tags has a version like 0 or 0.1, which names no release.
     return release if release > Version("0.1") else UNKNOWN
 
 
@@ -72,7 +73,7 @@ class Feature:
     what: str = ""  # what the feature does for the user, in a few words
 
     def __post_init__(self):
-        Requirement(self.versions)  # InvalidRequirement is a ValueError
+        Requirement(self.versions)  # raises InvalidRequirement, a ValueError, if the range is malformed
 
     @cached_property
     def requirement(self) -> Requirement:
@@ -111,10 +112,11 @@ class Feature:
         Only major and minor release numbers are compared. A version that names no release counts as newer.
         """
         newest = max(map(Version, self.tried), default=UNKNOWN)
+        # release[:2] is (major, minor), e.g. (2, 7) of 2.7.1
         if version is None or release_of(version).release[:2] <= newest.release[:2]:
             return ""
-        silent = release_of(version) is UNKNOWN
-        status = "says nothing" if silent else f"is newer than {newest}, the newest that was tried"
+        names_no_release = release_of(version) is UNKNOWN
+        status = "says nothing" if names_no_release else f"is newer than {newest}, the newest that was tried"
         return f"{self.requirement.name} {version} {status}: patches that fit are on"
 
 
@@ -151,8 +153,9 @@ class Patch:
     def __post_init__(self):
         read_by_wrap = getattr(self.wrap, "parameters", ())
         without_duplicates = dict.fromkeys((*self.parameters, *read_by_wrap))
+        # The dataclass is frozen, so a plain assignment would raise an error.
         object.__setattr__(self, "parameters", tuple(without_duplicates))
-        SpecifierSet(self.only)  # InvalidSpecifier is a ValueError
+        SpecifierSet(self.only)  # raises InvalidSpecifier, a ValueError, if the range is malformed
         if not _TARGET.fullmatch(self.target):
             raise ValueError(f"target must be 'module:qualname', not {self.target!r}")
         if (self.wrap is None) == (self.replace is None):

@@ -31,19 +31,31 @@ from holmes_ext.patches.engine.source import source_misfit
 from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
-#: Features that are no more: switching them off is no mistake.
+#: Names of features that former versions of holmes had. HOLMES_DISABLE may still contain them.
 _FORMER = ("overlap-gather",)
-#: Why a feature is off that nobody wanted: nothing that a user must be told.
+#: Why a feature is off that nobody has asked for. The user is not told about it.
 _UNWANTED = "not enabled"
 
 
 def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> frozenset[str]:
-    """The features that HOLMES_DISABLE=feature,... switches off, "all" for every known one; HolmesError names
-    an unknown one and the nearest known."""
+    """Return the features that HOLMES_DISABLE=feature,... switches off; "all" stands for every known feature.
+
+    Raises:
+        HolmesError: a feature is not known (raised by _features_named). The message has the nearest known.
+    """
     return _features_named("HOLMES_DISABLE", environ.get("HOLMES_DISABLE", ""), known)
 
 
 def _features_named(source: str, text: str, known: Iterable[str]) -> frozenset[str]:
+    """Return the features that a list separated by commas names; "all" stands for every known feature.
+
+    Args:
+        source: The option or variable that has the list, for the error message.
+        text: The list, e.g. "ddp,fsdp".
+
+    Raises:
+        HolmesError: a feature is not known. The message has the nearest known name.
+    """
     known = list(known)
     names = {name.strip() for name in text.split(",")} - {""}
     if unknown := sorted(names - {*known, *_FORMER, "all"}):
@@ -56,7 +68,10 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 class _NotLoaded(Exception):
-    """A module of that name belongs to another framework: off, and nothing that a user must be told."""
+    """The imported module belongs to another framework, which has a module of the same name.
+
+    The feature is then switched off, and the user is not told.
+    """
 
 
 class _Progress:
@@ -65,7 +80,8 @@ class _Progress:
     def __init__(self, feature: Feature):
         self.feature = feature
         self.patches: list[Patch] = []
-        self.required = False  # whether an error is raised if a patch does not fit the framework
+        # Whether an error is raised if a patch does not fit the framework; else the feature is switched off.
+        self.required = False
         self.begun = False  # whether the first patches are applied; others may wait for an import
         self.anyway = False  # used under a version that was not tried, if all of its patches fit
         self.off: str | None = _UNWANTED  # why it is off; None while it is on
@@ -73,6 +89,7 @@ class _Progress:
         self.version: str | None = None  # of the framework, as installed
 
     def state(self, patch: Patch) -> str:
+        """Return the state of one patch of the feature, as in PatchStatus.state."""
         if self.off:
             return "off"
         if not patch.is_for_version(self.version):
@@ -80,19 +97,25 @@ class _Progress:
         return "applied" if patch in self.applied else "waiting"
 
     def misfit(self) -> str | None:
-        """Why the version found does not do; None where it does, or the user tries it all the same."""
+        """Return why the installed version is not supported.
+
+        None if it is supported, or if the user wants to try it (--holmes-try).
+        """
         reason = self.feature.version_misfit(self.version)
         return None if self.anyway and self.version is not None else reason
 
     @property
     def untried(self) -> bool:
-        """Whether it is on under a version outside its range."""
-        known = self.off is None and self.anyway and self.version is not None
-        return known and self.feature.version_misfit(self.version) is not None
+        """Whether the feature is on under a version that it does not support (--holmes-try)."""
+        is_tried = self.off is None and self.anyway and self.version is not None
+        return is_tried and self.feature.version_misfit(self.version) is not None
 
 
 class Registry:
-    """Patches, and what became of each in this process. Every method may be called from any thread."""
+    """All patches (changes to frameworks), and the state of each in this process.
+
+    Every public method may be called from any thread.
+    """
 
     def __init__(self, patches: Iterable[Patch] = ()):
         self._lock = threading.RLock()
@@ -108,10 +131,18 @@ class Registry:
 
     def enable(self, names: Iterable[str], required: bool = False,
                disabled: frozenset[str] | None = None) -> None:
-        """Apply the patches of these features, now where their modules are imported, else when they are.
+        """Apply the patches of some features.
 
-        required: a misfit raises HolmesError (here or from the import) instead of switching the feature off.
-        disabled: features that stay off; by default those in HOLMES_DISABLE.
+        A patch is applied now if its module is imported, or else when the module is imported later.
+
+        Args:
+            names: The features.
+            required: Whether HolmesError is raised if a patch does not fit the framework, here or by the
+                import. Otherwise the feature is switched off.
+            disabled: Features that stay off; by default those in HOLMES_DISABLE.
+
+        Raises:
+            HolmesError: a feature is not known, or a required one does not fit (raised by _switch_off).
         """
         names = list(names)
         disabled = self.switched_off() if disabled is None else disabled
@@ -122,44 +153,66 @@ class Registry:
             progress = self._features[name]
             with self._lock:
                 if name in disabled:
-                    self._remove(progress)
+                    self._remove(progress)  # an earlier call may have applied its patches
                     progress.off = "switched off by HOLMES_DISABLE"
                     continue
                 progress.required |= required
                 if progress.off is None:
-                    continue
-                progress.off, progress.begun = None, False
+                    continue  # an earlier call has enabled it
+                progress.off, progress.begun = None, False  # it is on from now on, without applied patches
                 modules = sorted({patch.module for patch in progress.patches})
-                half = [module for module in modules if module in sys.modules and not _is_imported(module)]
-                reason = f"{half[0]} is just being imported: enable holmes before" if half else None
+                # A module whose import has begun may lack functions, so patches cannot be judged.
+                half_imported = [
+                    module for module in modules if module in sys.modules and not _is_imported(module)
+                ]
+                reason = (
+                    f"{half_imported[0]} is just being imported: enable holmes before"
+                    if half_imported
+                    else None
+                )
+                # With version_of, the version is known only after the import (_apply_ready_patches).
                 if not reason and not progress.feature.version_of:
                     progress.version = progress.feature.installed()
-                    reason = progress.misfit()
+                    reason = progress.misfit()  # why the version is not supported
                 if reason:
-                    self._switch_off(progress, reason, level=logging.INFO)  # the start line says it
+                    # No warning is needed: the line that holmes prints at the start has the reason.
+                    self._switch_off(progress, reason, level=logging.INFO)
                     continue
             for module in modules:
-                self._watch(module)
+                self._watch(module)  # applies the patches of the module, now or when it is imported
 
     def enable_asked_for(self, options: Options) -> None:
-        """enable() what the options ask for and whose framework is installed; options.required_features must
-        fit, installed or not; those in options.try_ are used under any version."""
+        """Enable the features that the options ask for, if their framework is installed.
+
+        Features in options.required_features must fit: otherwise, or if their framework is not installed, an
+        error is raised. Features in options.try_ are used under any version of their framework.
+
+        Raises:
+            HolmesError: an option names an unknown feature (raised by _features_named or enable), or a
+                required feature does not fit or is not in use.
+        """
         for name in _features_named("--holmes-try", options.try_, self._features):
             self._features[name].anyway = True
         required = set(options.required_features)
         self.enable(required, required=True)
         for name in sorted(required):
+            # A required feature must also be in use: another option switches it on (asked_by).
             if not (feature := self._features[name].feature).asked_for(options):
                 raise HolmesError(
                     f"--holmes-require {name}: it is used with {feature.asked_by}; give that too")
         wanted = [progress.feature for name, progress in self._features.items() if name not in required]
+        # A framework with version_of may have no package, so installed() does not find it.
         self.enable(feature.name for feature in wanted
                     if feature.asked_for(options) and (feature.version_of or feature.installed()))
         for progress in self._features.values():
+            # The job ends if the framework of a binding feature is imported later and a patch does not fit.
             progress.required |= progress.feature.binding and progress.off is None
 
     def undo(self) -> None:
-        """Take every patch off: each attribute and copy is its original again, inherited ones are gone."""
+        """Remove every patch. Each changed attribute, and each copy of it, gets its original value again.
+
+        An attribute that its class had inherited is deleted from the class.
+        """
         with self._lock:
             for progress in self._features.values():
                 self._remove(progress)
@@ -167,23 +220,26 @@ class Registry:
                 progress.required = progress.anyway = False
 
     def switched_off(self) -> frozenset[str]:
-        """The features that HOLMES_DISABLE leaves off."""
+        """Return the features that HOLMES_DISABLE switches off."""
         return disabled_features(os.environ, self._features)
 
     def is_on(self, name: str) -> bool:
-        """Whether this feature is applied, or will be."""
+        """Return whether the patches of a feature are applied, or will be when their modules are imported."""
         return self._features[name].off is None
 
     def statuses(self) -> list[PatchStatus]:
-        """The state of every patch, in the order of registration within each feature."""
+        """Return the state of every patch, in the order of registration within each feature."""
         with self._lock:
             return [PatchStatus(name, patch.target, progress.state(patch), progress.off or patch.reason,
                                 progress.version)
                     for name, progress in self._features.items() for patch in progress.patches]
 
     def summary(self) -> tuple[list[str], dict[str, str]]:
-        """Features that are on (where a framework shows only when it is imported, from then), and those that
-        are off though they were wanted, with the reason."""
+        """Return the features that are on, and those that were wanted but are off, with the reason.
+
+        A feature with version_of counts as on only after its first patches are applied: before the import it
+        is not known whether its framework is there.
+        """
         with self._lock:
             on = [name for name, progress in self._features.items()
                   if progress.off is None and (progress.applied or not progress.feature.version_of)]
@@ -191,7 +247,11 @@ class Registry:
                         if progress.off and progress.off != _UNWANTED}
 
     def untried(self) -> dict[str, list[str]]:
-        """ "deepspeed 0.20.0" -> features that are on under it, outside their range, as the user asked."""
+        """Return the features that are on under a version that they do not support (--holmes-try).
+
+        Returns:
+            A dict: framework and version, e.g. "deepspeed 0.20.0" -> names of the features.
+        """
         by_version: dict[str, list[str]] = {}
         with self._lock:
             for name, progress in self._features.items():
@@ -201,33 +261,46 @@ class Registry:
         return by_version
 
     def beyond_tried(self) -> list[str]:
-        """Of the versions under which features are on, those that nobody tried."""
+        """Return a message for each installed version that is newer than all that features were tried with.
+
+        Only features that are on count. Those that untried() returns are left out.
+        """
         with self._lock:
             texts = {progress.feature.beyond_tried(progress.version) for progress in self._features.values()
                      if progress.off is None and not progress.untried}
             return sorted(texts - {""})
 
     def states(self) -> dict[str, str]:
-        """ "feature target" -> "off" or "on VERSION": equal on ranks that are patched alike. A patch that
-        waits counts as on, since a rank may import a module later than another."""
+        """Return a dict "feature target" -> "off" or "on VERSION", which is equal on ranks patched alike.
+
+        A patch that waits for an import counts as on, since a rank may import a module later than another.
+        """
         with self._lock:
             return {f"{name} {patch.target}": "off" if progress.off else f"on {progress.version}"
                     for name, progress in self._features.items() for patch in progress.patches}
 
     def _watch(self, name):
-        """Have _imported called once the module is there. Not under the lock: wrapt may call at once."""
+        """Let _imported() run for a module: at once if the module is imported, or else after its import.
+
+        The caller must not hold the lock, since wrapt may call _imported() at once.
+        """
         with self._lock:
-            watched = name in self._watched
+            was_watched = name in self._watched
             self._watched.add(name)
-        if not watched:
+        if not was_watched:
             wrapt.register_post_import_hook(functools.partial(self._imported, name), name)
         elif _is_imported(name):
             self._imported(name)
 
     def _imported(self, name, module=None):
-        """wrapt's hook: the module has been imported."""
+        """Apply the patches of a module that has been imported. wrapt calls this as a post-import hook.
+
+        Args:
+            name: Name of the module.
+            module: The module, which wrapt passes. It is not read.
+        """
         with self._lock:
-            self._watched.discard(name)
+            self._watched.discard(name)  # wrapt calls a hook once
             for progress in self._features.values():
                 if progress.off is None and any(patch.module == name for patch in progress.patches):
                     self._advance(progress, name)
@@ -242,14 +315,14 @@ class Registry:
         try:
             self._apply_ready_patches(progress, imported)
         except _NotLoaded as other:
-            # A binding feature is required only with its own framework. Here another one was imported.
+            # The module belongs to another framework. A binding feature is required only with its own.
             if progress.feature.binding:
                 progress.required = False
             self._switch_off(progress, str(other), level=logging.DEBUG)
         except Misfit as misfit:
             self._switch_off(progress, str(misfit))
         except Exception as error:
-            # a patch's replace or version_of, or a framework's odd source: not the user's fault
+            # A function of holmes (replace, version_of) failed, or the framework's source cannot be parsed.
             _log.debug("holmes: feature %s", progress.feature.name, exc_info=True)
             self._switch_off(progress, f"{type(error).__name__}: {error}", error)
 
@@ -262,7 +335,7 @@ class Registry:
 
         Raises:
             _NotLoaded: the imported module belongs to another framework with the same module name.
-            Misfit: a patch does not fit the installed version of the framework.
+            Misfit: the version is not supported, or a patch does not fit (raised by Location, too).
         """
         if progress.feature.version_of:  # the version can be read only after the import
             progress.version = progress.feature.version_of()
@@ -282,7 +355,7 @@ class Registry:
         # The attributes to change: a Location is shared by all patches of one attribute.
         locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
         for patch, location in locations.items():
-            location.check(patch)
+            location.check(patch)  # raises Misfit if the patch does not fit
         if not progress.begun:
             # Before the first patch is applied, those that wait are checked, too: in the source code.
             waiting = [patch for patch in pending if patch not in ready]
@@ -297,6 +370,17 @@ class Registry:
             progress.applied[patch] = location
 
     def _switch_off(self, progress, reason, cause=None, level=logging.WARNING):
+        """Switch a feature off: remove its patches, and log the reason.
+
+        Args:
+            progress: State of the feature.
+            reason: Why it cannot be used.
+            cause: The exception that shows why, or None.
+            level: Level of the log message.
+
+        Raises:
+            HolmesError: the feature is required.
+        """
         self._remove(progress)
         progress.off, name = reason, progress.feature.name
         if progress.required:
@@ -304,13 +388,15 @@ class Registry:
         _log.log(level, "holmes: feature %s is off: %s", name, reason)
 
     def _remove(self, progress):
+        """Remove all patches of a feature that are applied, the last one first."""
         for patch, location in reversed(list(progress.applied.items())):
             location.remove(patch)
-            if not location.patches:
+            if not location.patches:  # patches of other features may remain
                 del self._locations[location.target]
         progress.applied.clear()
 
 
 def _is_imported(name):
+    """Return whether the import of a module has ended. Python sets `_initializing` during the import."""
     module = sys.modules.get(name)
     return module is not None and not getattr(module.__spec__, "_initializing", False)

@@ -59,13 +59,15 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(wrapper)
     def wrap(*arguments: Any) -> Any:
-        # Patch.wrap is called as (target, instance, args, kwargs); with_session puts the session before them.
+        """Call the wrapper with the values of the parameters that it names."""
+        # Patch.wrap is called as (target, instance, args, kwargs). with_session adds the session as the first
+        # argument: session_if_taken is then [session], and otherwise [].
         *session_if_taken, target, instance, args, kwargs = arguments
         call = Call(target, args, kwargs, names)  # the wrapper calls the target through it
         values = call.values(names, fallbacks) if names else ()
         return wrapper(*session_if_taken, call, instance, *values)
 
-    # The registry of patches switches a feature off whose target lacks one of these parameters.
+    # The registry of patches reads this. It switches a feature off if its target lacks one of these.
     wrap.parameters = tuple(name for name in names if name not in fallbacks)  # type: ignore[attr-defined]
     return wrap
 
@@ -77,7 +79,8 @@ def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(wrapper)
-    def wrap(target, instance, args, kwargs):  # as Patch.wrap is called; target: the framework's function
+    def wrap(target, instance, args, kwargs):
+        """Call the wrapper with the session, or only the framework's function (`target`) without one."""
         current = session.active()
         if current is None:
             return target(*args, **kwargs)
@@ -94,6 +97,7 @@ def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
 
     @by_name
     def wrapper(call, instance):
+        """Call the framework's function within a new context."""
         with context():
             return call()
 

@@ -91,18 +91,18 @@ class BucketReducer:
         sent = self._tensor_to_send(index, flat)  # `flat`, or a copy of it in another dtype
         sent.div_(self._divisor(ddp))  # so the sum over the ranks is the average
         if follows_plan and bucket.is_last():
-            # Telemetry reads from it when the last reduction of the backward pass was started.
+            # The span tells telemetry when the last reduction of the backward pass was started.
             span: AbstractContextManager[Any] = telemetry.span(telemetry.LAST_BUCKET)
         else:
             span = nullcontext()
-        with self._errors_naming(index), span:  # an error of the network names this bucket
+        with self._errors_naming(index), span:  # the message of a network error then names this bucket
             work = self.all_reduce(sent)
 
         if self.postponed is not None:  # a pipeline's training step: finish() waits for the bucket
             started = StartedBucket(index, work, sent, flat, bucket.parameters(), bucket.gradients())
             self.postponed.append(started)
             future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-            future.set_result(flat)
+            future.set_result(flat)  # complete at once, so DDP goes on without the average
             return future
         if flat.is_cuda:
             return self._complete_on_side_stream(work, sent, flat)
@@ -129,7 +129,7 @@ class BucketReducer:
         import torch
 
         future: Any = torch.futures.Future(devices=[flat.device])
-        if self._side_stream is None:
+        if self._side_stream is None:  # this is the first bucket
             self._side_stream = torch.cuda.Stream(flat.device)
         with torch.cuda.stream(self._side_stream):
             work.wait()  # the side stream waits, not the host

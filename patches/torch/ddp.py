@@ -124,6 +124,7 @@ def _construct(current, call, instance):
     arguments = call.given()  # of DDP's constructor, by name
     planned_sum = _planned_sum(arguments)
     obstacle = _obstacle_to_hook(arguments)  # an option that excludes a comm hook, in words; else ""
+    # planned_sum.two_level sums in two levels. It is None if the plan does not.
     is_two_level = planned_sum is not None and planned_sum.two_level is not None
     is_hook_wanted = is_two_level or _may_train_apart(planned_sum)
     needs_hook = is_hook_wanted and not obstacle
@@ -234,7 +235,7 @@ def _group(arguments: dict[str, Any]) -> Any:
         return process_group
     mesh = arguments.get("device_mesh")
     if mesh is not None:
-        return mesh.get_group(0)
+        return mesh.get_group(0)  # of the mesh's first dimension: DDP accepts a 1-D mesh only
     return dist.group.WORLD
 
 
@@ -255,6 +256,7 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
         return "torch._dynamo.config.optimize_ddp = 'python_reducer'"
     trained = [parameter for parameter in arguments["module"].parameters() if parameter.requires_grad]
     device = trained[0].device.type if trained else "cpu"
+    # A process group may use one backend for the CPU and another for GPUs.
     if device != "cpu" and backend_of(_group(arguments), device) == "gloo":
         return f"gloo with tensors on {device}"
     return ""
@@ -276,7 +278,8 @@ def _register(call, instance, state, hook):
     if reducer is None or reducer.has_registered_hook:
         return call()  # there is no hook of holmes, or torch raises its error for a second hook
 
-    call.refuse_unread_arguments()  # raises an error if a later torch adds an argument
+    # Raises an error if a later torch passes an argument that this wrapper does not read.
+    call.refuse_unread_arguments()
     # What torch's method does, except for the registration: check the hook, and log its name.
     instance._check_comm_hook(hook)
     instance.logger._set_comm_hook_name(hook.__qualname__)
@@ -296,7 +299,7 @@ def _register(call, instance, state, hook):
         f"two levels do not",
         once=True,
     )
-    noted = current.reductions.get(tuple(ranks))
+    noted = current.reductions.get(tuple(ranks))  # ranks of a group -> the reduction that was noted for it
     if noted:  # the constructor noted for the job's report that two levels reduce: correct this
         session.note_reduction(
             ranks,
@@ -322,7 +325,8 @@ def _register_builtin(call, instance, comm_hook_type):
     reducer = _reducers.get(instance)
     if reducer is None or reducer.has_registered_hook:
         return call()  # there is no hook of holmes, or torch raises its error for a second hook
-    call.refuse_unread_arguments()  # raises an error if a later torch adds an argument
+    # Raises an error if a later torch passes an argument that this wrapper does not read.
+    call.refuse_unread_arguments()
     python_name = f"{comm_hook_type.name.lower()}_hook"  # "fp16_compress_hook" for FP16_COMPRESS
     hook = getattr(default_hooks, python_name)
     instance.register_comm_hook(instance.process_group, hook)  # runs _register()
@@ -343,6 +347,7 @@ def _effect_of(hook: Any) -> HookEffect:
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if hook is getattr(default_hooks, f"{name}_compress_hook"):
             return HookEffect(is_average=True, wire_dtype=dtype)
+        # The wrapper's hook is "fp16_compress_wrapper.<locals>.fp16_compress_wrapper_hook" or similar.
         qualified_name = getattr(hook, "__qualname__", "")
         if qualified_name.startswith(f"{name}_compress_wrapper."):
             wrapped_hook = inspect.getclosurevars(hook).nonlocals["hook"]

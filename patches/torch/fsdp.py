@@ -94,6 +94,7 @@ def _construct_fsdp1(current, call, instance, module, process_group, sharding_st
         return call(sharding_strategy=hybrid_strategy, device_mesh=hybrid_mesh)
     replicate_group = hybrid_mesh.get_group(0)
     shard_group = hybrid_mesh.get_group(1)
+    # FSDP1 expects the two groups in this order.
     return call(sharding_strategy=hybrid_strategy, process_group=(shard_group, replicate_group))
 
 
@@ -111,7 +112,8 @@ def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type
         None without --holmes-fsdp hybrid, or if all ranks of the mesh or group are in one cluster.
 
     Raises:
-        HolmesError: the ranks are not all ranks of the job, or clusters have different numbers of them.
+        HolmesError: the ranks are not all ranks of the job, or clusters have different numbers of them
+            (raised by equal_groups).
     """
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -141,7 +143,7 @@ def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type
                 f"parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead")
         ranks_of_clusters = equal_groups(plan, ranks)  # one list of ranks a cluster, all of one length
     except HolmesError as error:
-        # told_once: all ranks raise it, one prints it
+        # All ranks raise this error. told_once() lets one of them print the message.
         raise told_once(HolmesError(f"--holmes-fsdp hybrid: {error}")) from None
     _meshes[device_type] = DeviceMesh(
         device_type, torch.tensor(ranks_of_clusters), mesh_dim_names=("dp_replicate", "dp_shard")
@@ -169,7 +171,7 @@ def _print_cost_of_fsdp2(current, call, instance):
     FSDP2 calls _lazy_init in every forward pass. The first call for the root module finds out that it is the
     root. All sharded modules are known then, so rank 0 prints the predicted time.
     """
-    is_first_call = instance._is_root is None  # _lazy_init sets it
+    is_first_call = instance._is_root is None  # the root's first call sets it everywhere
     call()
     has_become_root = is_first_call and instance._is_root
     if not has_become_root or current.rank != 0:
@@ -195,7 +197,7 @@ def _parameter_groups(root: Any) -> list[Any]:
     """
     groups: list[Any] = []
     for state in root._state_ctx.all_states:
-        if getattr(state, "_fsdp_param_groups", ()):
+        if getattr(state, "_fsdp_param_groups", ()):  # since torch 2.12 a module may have several groups
             groups += state._fsdp_param_groups
         else:
             groups.append(state._fsdp_param_group)  # torch before 2.12
@@ -215,7 +217,7 @@ def _sharded_weights(groups: list[Any]) -> tuple[ShardedWeights, float]:
     weight_bytes = regathered_bytes = gradient_bytes = stored_bytes = 0.0
     for group in groups:
         for parameter in group.fsdp_params:
-            policy = parameter.mp_policy
+            policy = parameter.mp_policy  # mixed precision: dtypes of gathered weights and of gradients
             count = prod(parameter._orig_size)  # elements of the whole parameter
             # Bytes per element: as stored, as gathered, and of the gradient as reduced.
             stored_itemsize = parameter.sharded_param.itemsize
@@ -245,7 +247,7 @@ def _print_cost_of_fsdp1(current, call, instance, state):
     Only the root's first call prints: all modules in FullyShardedDataParallel are known then. Nothing is
     printed if the program itself chose a hybrid strategy, which --holmes-fsdp hybrid would not improve.
     """
-    is_first_call = state._is_root is None  # _lazy_init sets it
+    is_first_call = state._is_root is None  # the root's first call sets it everywhere
     result = call()
     has_become_root = is_first_call and state._is_root
     if not has_become_root or current.rank != 0:
@@ -253,6 +255,7 @@ def _print_cost_of_fsdp1(current, call, instance, state):
     is_hybrid = getattr(state, "_inter_node_pg", None) is not None  # FSDP1's group of the replicas
     if is_hybrid and not _meshes:  # holmes made no mesh: the program chose the strategy
         return result
+    # A unit is a module in FSDP1. It has no handle if it has no parameters of its own.
     flat_parameters = [unit._handle.flat_param for unit in state._all_fsdp_states if unit._handle]
     if not flat_parameters:
         return result
@@ -297,6 +300,7 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
     hybrid_s = sharded_seconds(plan, ranks, sent, network_api, hybrid=is_hybrid_possible)
 
     all_states_bytes = STATES * stored_bytes  # weights, gradients and AdamW's two moments
+    # hybrid_memory is printed only if all clusters have the same number of ranks.
     hybrid_memory = format_bytes(all_states_bytes / cluster_sizes[0])
     flat_memory = format_bytes(all_states_bytes / len(ranks))
     memory = (

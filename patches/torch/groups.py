@@ -41,11 +41,14 @@ def _host_store_where_launched(current, call, instance, rank):
 
     MASTER_ADDR is the address of this process. holmes may have renumbered the ranks, so that the job's rank 0
     runs on another node.
+
+    The value of `rank`, the new number, is not read. It is a parameter so that holmes checks before that
+    torch's function has it.
     """
     launched_rank = current.process.rank  # the rank before holmes renumbered it
     store = call(rank=launched_rank)
     if not current.process.agent_store:
-        return store
+        return store  # the store is new for this start of the job
 
     # torchrun's agents keep the store when they restart a job. A prefix for each start hides the addresses
     # that the ranks of the last start left there.
@@ -89,7 +92,7 @@ def _give_group_its_nic(
     else:
         ranks = tuple(global_ranks_in_group)
     if current.rank not in ranks:
-        return call()
+        return call()  # this rank is no member of the group
 
     if call.accepts("backend_options"):  # since torch 2.6
         options_name = "backend_options"
@@ -105,6 +108,7 @@ def _give_group_its_nic(
         forget_before_exit()  # registers a wait for gloo's threads at the interpreter's exit
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(**{options_name: options})
+    # Note the group and its network, for the job's report.
     _record(current, str(group_desc or group_name), ranks, backend_named(str(backend)), options)
     return new_group
 
@@ -195,7 +199,7 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
         return
 
     store.set(f"{prefix}/rank/{current.rank}", "")
-    agreeing_ranks = store.add(f"{prefix}/count", 1)
+    agreeing_ranks = store.add(f"{prefix}/count", 1)  # returns the sum, with this rank
     if agreeing_ranks == current.plan.world_size:  # this rank is the last
         store.set(f"{prefix}/difference", "none")
     _wait_for_all_ranks(store, prefix, current)
@@ -276,9 +280,11 @@ def _nccl_options(
         return program_options  # NCCL before 2.17 chooses the network itself
     transport = current.transport(ranks, "nccl")  # the planned network of these ranks
     try:
+        # Raises an error if a configuration file of NCCL forces another network than the planned one.
         refuse_forced(transport, current.forced_nets)  # forced_nets: network -> file of NCCL that forces it
     except HolmesError as error:
-        raise told_once(error) from None  # all ranks of the group fail; one prints the message
+        # All ranks of the group fail. told_once() lets one of them print the message.
+        raise told_once(error) from None
     return nccl_options(transport, program_options, ProcessGroupNCCL.Options, timeout, parent_options)
 
 

@@ -43,7 +43,8 @@ def detach() -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Let this job join the other jobs that train the same model, before the first step of its optimizer.
 
-    It runs before every step of every optimizer, as a hook of torch.
+    It runs before every step of every optimizer, as a hook of torch. torch also passes the arguments of the
+    step (`args`, `kwargs`), which are not needed.
 
     Raises:
         HolmesError: another optimizer of the program has made a step before.
@@ -51,6 +52,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     from torch.optim import Optimizer
 
     def device() -> Any:
+        """Return the device of the weights."""
         _, first_parameter = _parameters(optimizer)[0]
         return _local(first_parameter).device
 
@@ -58,17 +60,19 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         """Describe the weights that the job exchanges. claim() calls this once, before the first step."""
         return training.FrameworkAdapter("torch", weights=lambda: weights_of(optimizer), device=device)
 
-    # The first optimizer that makes a step becomes the owner: the job joins with its weights.
+    # claim() makes the first optimizer of the process the owner, and joins the other jobs with its weights.
+    # The exchange with these jobs counts the owner's steps only. claim() is True for the owner.
     is_first_optimizer = training.claim(optimizer, adapter)
-    # If an engine, e.g. DeepSpeed's, is the owner, it counts the steps of its optimizers itself.
+    # The owner may also be an engine, e.g. DeepSpeed's, which has this optimizer and counts its steps.
     is_owned_by_optimizer = isinstance(training.owner(), Optimizer)
     if not is_first_optimizer and is_owned_by_optimizer:
         raise HolmesError("--holmes-join: the script has two optimizers; jobs of one optimizer can join")
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Count a step of the optimizer that owns the job's steps (see _before_step), as a hook of torch."""
     if training.owner() is optimizer:
-        training.stepped()
+        training.stepped()  # an exchange with the other jobs may begin or end
 
 
 def weights_of(optimizer: Any) -> training.WeightShards:
@@ -146,9 +150,11 @@ def _offset(name: str, parameter: Any) -> int:
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, placements
     )
+    # Partial sums and strided shards are not contiguous ranges of the parameter's elements.
     has_unfit_placement = any(
         placement.is_partial() or "Strided" in type(placement).__name__ for placement in placements
     )
+    # Whole rows are contiguous. The shard has whole rows if only its first dimension is smaller.
     is_split_by_rows = tuple(shape[1:]) == tuple(parameter.shape[1:])
     if has_unfit_placement or not is_split_by_rows:
         raise HolmesError(
@@ -158,7 +164,7 @@ def _offset(name: str, parameter: Any) -> int:
     is_scalar = not parameter.dim()
     is_empty = not parameter._local_tensor.numel()
     if is_scalar or is_empty:
-        return 0
+        return 0  # there are no rows to count
     first_row = int(offset[0])
     row_length = parameter.numel() // parameter.shape[0]
     return first_row * row_length
@@ -176,13 +182,14 @@ def _sample_job_part(call, instance, num_replicas, rank):
     A DistributedSampler deals samples to its replicas in turn: replica j of n draws those with i mod n = j.
     So rank r of this job, which has R ranks, becomes replica k + K * r of K * R.
     """
-    k, part_count = training.part()
+    k, part_count = training.part()  # (0, 1) without --holmes-outer part=k/K
     if part_count == 1:
         return call()
 
     import torch.distributed as dist
 
-    training.share()  # without this, the job would warn that the script must divide the data
+    # Notes that the job reads its own part. Otherwise holmes warns that the script must divide the data.
+    training.share()
     if num_replicas is None:
         num_replicas = dist.get_world_size()
     if rank is None:

@@ -96,7 +96,7 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     if not passes_of_stages:
         return None
     order = listed_passes(passes_of_stages, network_api)  # parses the texts
-    reason = _reason_for_own_passes(schedule, order)
+    reason = _reason_for_own_passes(schedule, order)  # "" if the schedule can run the plan's passes
     if reason:  # tell() prints on rank 0
         tell(current, f"{type(schedule).__name__} keeps its own passes: {reason}", once=True)
         return None
@@ -247,7 +247,8 @@ def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
     if instance not in _weight_gradients:
         return call()  # the stage does not run the plan's passes
     # full_backward=True: linear layers leave their weight gradients out by themselves (_run_forward).
-    # last_backward=True would make DistributedDataParallel and FSDP reduce; these stages are in neither.
+    # last_backward=True would make DistributedDataParallel and FSDP reduce. These stages are in neither, so
+    # the program's value of last_backward is replaced without being read.
     result = call(full_backward=True, last_backward=False)
     if full_backward:
         _weight_gradients[instance].make(bwd_chunk_id)  # computes the weight gradients of this micro-batch
@@ -260,12 +261,13 @@ def _compute_weight_gradients(call, instance, bwd_chunk_id, last_backward=False)
 
     Wrapper of backward_weight_one_chunk of torch's stages, which `call()` runs.
 
-    `last_backward` has no effect: the stage is neither in DistributedDataParallel nor in FSDP. It is a
-    parameter only so that refuse_unread_arguments() accepts it.
+    `last_backward` has no effect, because the stage is neither in DistributedDataParallel nor in FSDP. It is
+    a parameter only so that refuse_unread_arguments() accepts it.
     """
     if instance not in _weight_gradients:
         return call()  # the stage does not run the plan's passes
-    call.refuse_unread_arguments()  # raises an error if a later torch adds an argument
+    # Raises an error if a later torch passes an argument that this wrapper does not read.
+    call.refuse_unread_arguments()
     return _weight_gradients[instance].make(bwd_chunk_id)
 
 

@@ -175,6 +175,7 @@ def _send_over_pair_groups(call, instance, p2p_ops):
     for op in p2p_ops:
         # The ends of a skip connection are not neighbours: their messages stay on the pipeline's group.
         group = group_of_peer.get(op.peer, op.group)
+        # The same send or receive, over the group of the pair.
         ops_of_group[group].append(dist.P2POp(op.op, op.tensor, op.peer, group, op.tag))
     works = _WorkList()
     for ops in ops_of_group.values():
@@ -242,7 +243,7 @@ def _postpone_scaling(call, instance):
     """
     if instance not in _postponed_scaling:
         return call()  # DistributedDataParallel has waited for the reduction itself, or there is none
-    _postponed_scaling[instance] = call  # called by _step()
+    _postponed_scaling[instance] = call  # _step() calls it, with the divisor that torch has passed here
 
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"

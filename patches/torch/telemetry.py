@@ -65,15 +65,15 @@ def _recording(original: Any, name: str, payload: int | None, peer: int | None =
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Record the operation, and call the method of ProcessGroup (`self`) that starts it."""
         recorder = telemetry.recorder
-        if recorder is None:  # without telemetry
+        if recorder is None:  # telemetry is off
             return original(self, *args, **kwargs)
-        operation = None
+        operation = None  # None: the operation is not recorded
         has_arguments = len(args) > last_position  # else they were passed by keyword: nothing is recorded
         if has_arguments:
             size = 0 if payload is None else _size_in_bytes(args[payload])
             peer_rank = None if peer is None else args[peer]
-            operation = recorder.launch(self, name, size, peer_rank)
-        if operation is None:  # also while a CUDA graph is captured
+            operation = recorder.launch(self, name, size, peer_rank)  # None while a CUDA graph is captured
+        if operation is None:
             return original(self, *args, **kwargs)
         try:
             work = original(self, *args, **kwargs)
@@ -92,11 +92,13 @@ def _recording_wait(original: Any) -> Any:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Call Work.wait of `self`, and record its duration if the start of the operation was recorded."""
         recorder = telemetry.recorder
-        if recorder is None:  # without telemetry
+        if recorder is None:  # telemetry is off
             return original(self, *args, **kwargs)
-        operation = recorder.by_work.get(id(self))  # None: its start was not recorded
+        # start() of _recording() has filled `by_work`. None: the start of the operation was not recorded.
+        operation = recorder.by_work.get(id(self))
         if operation is None:
             return original(self, *args, **kwargs)
+        # Calls Work.wait, and records how long the call lasts.
         return recorder.wait(operation, lambda: original(self, *args, **kwargs))
 
     return wait

@@ -80,7 +80,8 @@ def _is_first_to_report(current: Session, text: str) -> bool:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     this_rank = str(current.rank)
     try:
-        # Writes this rank only if the key has no value yet, and returns the key's value afterwards.
+        # Writes this rank only if the key has no value yet, and returns the key's value afterwards. `round`
+        # differs for each start of the job, so an earlier start does not count.
         first_rank = current.store.compare_set(f"{current.round}/difference/{digest}", "", this_rank)
         return first_rank.decode() == this_rank
     except RuntimeError:  # the store failed, with a torch.distributed.DistError
@@ -108,12 +109,12 @@ def find_differences(current: Session) -> Iterator[Difference]:
     """Yield each difference between what the job did and what holmes planned."""
     sizes, world = current.plan.sizes, current.plan.world_size
     for record in current.groups:  # the process groups that were created
-        planned = current.transport(record.ranks, record.backend).fabric
+        planned = current.transport(record.ranks, record.backend).fabric  # the plan's network of these ranks
         if record.transport.fabric != planned:
             kind = kind_of(record.ranks, record.name, sizes, world)  # e.g. "data"
             yield Difference(f"{kind} groups are on {record.transport.fabric}, planned on {planned}")
 
-    for ranks, reduction in current.reductions.items():  # those that holmes made
+    for ranks, reduction in current.reductions.items():  # ranks of a group -> the reduction that holmes made
         text = _reduction_difference(reduction)
         if text:
             sentence = f"gradients of {_stage(current, ranks)} are summed {text}"
@@ -125,6 +126,7 @@ def find_differences(current: Session) -> Iterator[Difference]:
 
 
 def _stage(current: Session, ranks: Iterable[int]) -> str:
+    """Return the pipeline stage whose replicas are `ranks`, in words."""
     stage = current.plan.stage_of(ranks)
     return f"a group of rank {some_of(ranks)}" if stage is None else f"stage {stage}"
 
@@ -162,7 +164,7 @@ def _missing_reduction(current: Session) -> str:
     stage = sizes.stage(current.rank)
     backend = current.groups[0].backend  # e.g. "gloo"
     planned = plan.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
-    # holmes can make a planned reduction if its feature for this framework is on.
+    # engine.features: names of holmes's patches for this framework. Without them, the framework reduces.
     is_overlap_expected = planned.overlap and bool(engine.features.get("overlap"))
     is_two_level_expected = bool(planned.clusters) and bool(engine.features.get("two-level"))
     if not is_overlap_expected and not is_two_level_expected:
@@ -181,11 +183,20 @@ def _missing_reduction(current: Session) -> str:
 
 
 def _in_flight_difference(current: Session) -> str:
+    """Return a sentence if the stages had other numbers of micro-batches in flight than planned; else "".
+
+    "In flight" are the micro-batches that a stage begins before its first backward pass.
+    """
     plan = current.plan
     if plan.sizes is None or not plan.traffic or not current.groups:
-        return ""
+        return ""  # not enough is known of the job to say what was planned
+    # For each stage its number, e.g. (3, 1); empty if the framework uses its own schedule.
     planned = plan.traffic_of(network_api_of(current.groups[0].backend) or SOCKETS).in_flight
+    # Without numbers and without a known framework, nothing is known of the job's pipeline.
     if planned == current.in_flight or not (current.in_flight or current.engine.name):
         return ""
-    here, there = ("+".join(map(str, held)) or "the framework's own" for held in (current.in_flight, planned))
-    return f"micro-batches in flight by stage are {here}, planned {there}"
+    # e.g. "3+1"
+    done_text, planned_text = (
+        "+".join(map(str, numbers)) or "the framework's own" for numbers in (current.in_flight, planned)
+    )
+    return f"micro-batches in flight by stage are {done_text}, planned {planned_text}"

@@ -21,9 +21,9 @@ from holmes_ext.runtime.watch import nics
 from holmes_ext.words import some_of
 
 _KEY = "first_failure"
-#: How a line begins that is enough for the user: bad input, not a failure of something.
+#: Beginning of a message about bad input, in the job's store. The message alone is enough for the user.
 INPUT = "holmes: "
-_STORE_S = 5.0  # its host may be what was lost
+_STORE_S = 5.0  # seconds to wait for the job's store; its host may be the node that was lost
 #: What an error of a collective says, whoever raised it (gloo, NCCL, torch's store).
 _OF_COMMUNICATION = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|timed out|Broken pipe|Socket(Timeout| )"
@@ -61,36 +61,49 @@ def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, err
     lost_node = _lost_node(error, ranks)  # "" if `error` contains no address of a node
     failure = (f"the reduction of {what} failed over {where} in the group of ranks {some_of(ranks)}"
                f"{lost_node}: {_last_line(error)}")
-    # The bad input that another rank has reported, or else this failure. INPUT ("holmes: ") marks bad input;
-    # the caller's exception gets the same prefix again when it is printed.
+    # _bad_input_or() returns this failure, or the bad input that another rank has reported before.
+    # Such a message begins with INPUT ("holmes: "). It is removed: the caller's exception is printed with it.
     return _bad_input_or(reporter, failure).removeprefix(INPUT)
 
 
 def explain(error: BaseException) -> str | None:
-    """One line on an error of a framework's communication, or a full disk; else None, but the others will say
-    what it was. It begins with INPUT where another rank refused bad input."""
+    """Return a one-line message about an error of a framework if communication or a full disk caused it.
+
+    For any other error None is returned: Python prints the error itself. It is also put into the job's store,
+    so that other ranks, which only see this rank end, can print the cause.
+
+    The message begins with INPUT if another rank has ended before because of bad input.
+    """
     import torch.distributed as dist
 
     current, text = session.active(), str(error)
     if current is None:
         return None
-    of_torch = isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)
-    if of_torch or isinstance(error, dist.DistError):
+    is_of_communication = isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)
+    if is_of_communication or isinstance(error, dist.DistError):
         return broken("communication", text)
     mine = f"{me(current)}: {type(error).__name__}: {_last_line(text)}"
-    _first(mine)
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC,
-                                                          errno.EDQUOT) or _WRITE_FAILED.search(text)
-    return f"{mine}; is the disk full?" if full else None
+    _first(mine)  # puts the message into the job's store, for ranks that see a failure later
+    # ENOSPC: no space is left. EDQUOT: the user's quota is used up.
+    is_disk_full = isinstance(error, OSError) and error.errno in (
+        errno.ENOSPC, errno.EDQUOT) or _WRITE_FAILED.search(text)
+    return f"{mine}; is the disk full?" if is_disk_full else None
 
 
 def broken(what: str, error: str) -> str:
-    """One line: who sees that `what` failed, what the transport says, which node that means; or, behind
-    INPUT, what another rank refused."""
+    """Return a one-line message that `what` failed: who saw it, the lost node, and the transport's error.
+
+    If another rank has ended before because of bad input, the message of that rank is returned instead. It
+    begins with INPUT.
+
+    Args:
+        what: What failed, e.g. "communication".
+        error: The message of the transport (gloo or NCCL).
+    """
     current = session.active()
     assert current is not None
-    lost = _lost_node(error, range(current.plan.world_size))
-    return _bad_input_or(me(current), f"{what} failed{lost}: {_last_line(error)}")
+    lost_node = _lost_node(error, range(current.plan.world_size))  # "" if the error names no node's address
+    return _bad_input_or(me(current), f"{what} failed{lost_node}: {_last_line(error)}")
 
 
 def describe_nccl_failure() -> str | None:
@@ -114,29 +127,37 @@ def describe_nccl_failure() -> str | None:
     else:
         cause = f"{one_of}node {nodes} (rank {some_of(others)}) is lost"
     text = f"communication failed; {cause}: NCCL's {error} in the group of ranks {some_of(ranks)}"
-    # If another rank has ended before because of bad input, its message is returned instead. INPUT
-    # ("holmes: ") marks bad input; the caller adds the same prefix again.
+    # _bad_input_or() returns `text`, or the message of a rank that has ended before because of bad input.
+    # Such a message begins with INPUT ("holmes: "). The caller adds this prefix, so it is removed here.
     return _bad_input_or(me(current), text).removeprefix(INPUT)
 
 
 def me(current: session.Session) -> str:
-    """This process, for lines about it."""
+    """Return this rank and its node in words, for messages about it."""
     return f"rank {current.rank} on node {current.node.name}"
 
 
-def _bad_input_or(me: str, failed: str) -> str:
-    mine = f"{me}: {failed}{_blamed()}"
+def _bad_input_or(reporter: str, failure: str) -> str:
+    """Return the message of a rank that has ended before because of bad input; else one about `failure`.
+
+    The first message that a rank of the job has put into the store is the cause of all later failures.
+
+    Args:
+        reporter: This rank and its node, in words.
+        failure: What failed, in words.
+    """
+    mine = f"{reporter}: {failure}{_blamed()}"  # with what the kernel says of NICs
     first = _first(mine)
-    return f"{first} ({me} ends with it)" if first.startswith(INPUT) else _both(mine, first)
+    return f"{first} ({reporter} ends with it)" if first.startswith(INPUT) else _both(mine, first)
 
 
 def note(mine: str) -> None:
-    """What this rank refuses and ends with, for those that only see it go."""
+    """Put a message about bad input, with which this rank ends, into the job's store for the other ranks."""
     _first(INPUT + mine)
 
 
 def with_first(mine: str) -> str:
-    """`mine`, and what the first rank that saw trouble said, where that was another."""
+    """Return the message `mine`, with the message of the first rank that saw a failure, if it differs."""
     return _both(mine, _first(mine))
 
 
@@ -145,52 +166,74 @@ def _both(mine: str, first: str) -> str:
 
 
 def _blamed() -> str:
-    """What the kernel says of this node's NICs and its neighbours': "; NIC roce0 (mlx5_0:1) of node b1
-    ..."."""
+    """Return what the kernel says of NICs that may have caused the failure, e.g. "; NIC roce0 of node b1".
+
+    These are the links and error counters of this node's NICs. If they have no problem, neighbours that do
+    not answer are named. "" is returned if nothing is known.
+    """
     current = session.active()
     if current is None or not current.groups:
         return ""
     ports = nics.in_use(current)
-    now, problems = nics.counters(ports), {port: nics.trouble(port) for port in ports}
+    # The error counters of the NICs, and for each NIC its problem in words ("" if it has none).
+    counters_now, problems = nics.counters(ports), {port: nics.trouble(port) for port in ports}
     findings = []
     for port, problem in problems.items():
-        grew = nics.grown(now, port)
-        if problem or grew:
-            since = f" ({grew} since the start)" if grew else ""
-            findings.append(f"{nics.say(current.node, port)} {problem or 'has a link'}{since}")
-    if not any(problems.values()):
+        grown_counters = nics.grown(counters_now, port)  # in words: errors since the job's start
+        if problem or grown_counters:
+            since_start = f" ({grown_counters} since the start)" if grown_counters else ""
+            findings.append(f"{nics.say(current.node, port)} {problem or 'has a link'}{since_start}")
+    if not any(problems.values()):  # this node's NICs work: the cause is elsewhere
         findings += nics.unreachable(current)
     return "".join(f"; {text}" for text in findings)
 
 
 def _lost_node(error: str, ranks: Sequence[int]) -> str:
-    """ "; node b1 (rank 3) is lost at its roce0 (mlx5_0:1)" where the message names an address of one."""
+    """Return which node was lost, in words, e.g. "; node b1 (rank 3) is lost at its roce0".
+
+    "" is returned if the error contains no address of a node.
+
+    Args:
+        error: The message of the transport (gloo or NCCL). It may contain "ADDRESS:PORT" of the lost peer.
+        ranks: The ranks that may be lost.
+    """
     current, match = session.active(), _ADDRESS.search(error)
     if current is None or match is None:
         return ""
     for node in current.site.nodes:
-        port = next((port for port in node.ports if port.address.partition("/")[0] == match[1]), None)
-        if port is not None:
-            there = [rank for rank in ranks if current.plan.node_of(rank) == node.name]
-            return f"; node {node.name} (rank {some_of(there, separator=' or ')}) is lost at its {port.name}"
+        # match[1] is the address in the message. A NIC's address has a prefix length: "10.0.0.1/24".
+        nic = next((port for port in node.ports if port.address.partition("/")[0] == match[1]), None)
+        if nic is not None:
+            node_ranks = [rank for rank in ranks if current.plan.node_of(rank) == node.name]
+            words = some_of(node_ranks, separator=" or ")
+            return f"; node {node.name} (rank {words}) is lost at its {nic.name}"
     return ""
 
 
 def _last_line(error: str) -> str:
+    """Return the first line of an error that is not empty, without the advice that gloo adds."""
     line = next((line.strip() for line in error.splitlines() if line.strip()), "no message")
     return line.partition(". This is typically caused")[0]  # gloo's advice
 
 
 def _first(mine: str) -> str:
-    """What the first rank that saw it said; `mine` on that one, or where the store is gone."""
+    """Return the message of the first rank of the job that saw a failure.
+
+    If this rank is the first, or the job's store does not answer, `mine` is returned.
+
+    Args:
+        mine: The message of this rank. It is put into the store if no rank has put one there before.
+    """
     import torch.distributed as dist
 
-    def first() -> str:
+    def first_message() -> str:
+        """Put `mine` into the store if there is no message yet, and return the store's message."""
         current, store = session.active(), dist.distributed_c10d._get_default_store()
-        key = f"{current.round if current else 'holmes'}/{_KEY}"
+        key = f"{current.round if current else 'holmes'}/{_KEY}"  # `round` differs for each start of the job
         return store.compare_set(key, "", mine).decode()
 
     try:
-        return str(within(_STORE_S, "the store does not answer", first))
-    except (HolmesError, RuntimeError, ValueError):  # no store any more, or there never was one
+        # within() raises HolmesError with this text if the function has not returned after _STORE_S seconds.
+        return str(within(_STORE_S, "the store does not answer", first_message))
+    except (HolmesError, RuntimeError, ValueError):  # the store is lost, or there was none
         return mine

@@ -223,7 +223,7 @@ class PatchedCall:
                     self.misplaced.append(f"{value.label} arrived as {name}")
             return self.mock
 
-        target.__signature__ = self.signature
+        target.__signature__ = self.signature  # inspect.signature(target) returns it
         return self.decorator(target) if self.decorator else target
 
     def isolated_wrapper(self):
@@ -248,7 +248,7 @@ class PatchedCall:
         isolated = self.isolated_copies().copy(function)
         has_by_name = hasattr(wrapper, "parameters")  # set by the decorator by_name
         if has_by_name:
-            isolated = by_name(isolated)
+            isolated = by_name(isolated)  # the copy is of the undecorated function
         if not takes_session:
             return isolated
         mock_session = self.mock
@@ -293,7 +293,8 @@ class PatchedCall:
         elif self.decorator:  # a static method or class method
             module.Holder.target(*args, **kwargs)
         else:
-            # Python passes the object as `self`, so the call must not contain an argument for it.
+            # Python passes the object as `self`, so the call must not contain an argument for it. `self` is
+            # the first parameter of the signature.
             if "self" in kwargs:
                 del kwargs["self"]
             else:
@@ -312,9 +313,9 @@ class PatchedCall:
             changed = replace(self.patch, target=target, replace=isolated)
         else:
             changed = replace(self.patch, target=target, wrap=self.isolated_wrapper())
-        location = Location(changed)  # finds the fake target
+        location = Location(changed)  # finds the fake target in sys.modules
         location.check(changed)  # raises Misfit if a parameter is missing that the wrapper reads
-        location.add(changed)
+        location.add(changed)  # replaces the fake target by the wrapper
 
     def run(self, style):
         """Call the patched target, and return the Outcome of the call.
@@ -329,7 +330,7 @@ class PatchedCall:
             self.call(style)  # the fake target sets is_delivered and misplaced
         except HolmesError as error:
             if ADDED_PARAMETER in str(error):
-                return Outcome.REFUSED
+                return Outcome.REFUSED  # by Call.refuse_unread_arguments()
             return Outcome.OTHER_ERROR
         except Mock:
             return Outcome.OTHER_ERROR  # the wrapper raised an exception class of a framework, here a mock
@@ -341,6 +342,7 @@ class PatchedCall:
 
 @pytest.fixture(autouse=True)
 def no_session():
+    """Check that no earlier test left a session, and remove the module of the fake target after the test."""
     assert session.active() is None
     yield
     sys.modules.pop(FAKE_MODULE, None)
@@ -350,6 +352,7 @@ def no_session():
 @pytest.mark.parametrize("patch", CHECKED.values(), ids=CHECKED)
 def test_a_new_parameter_arrives(patch, has_session):
     target = installed_signature(patch)
+    # `target` has the signature of the real function if the framework is installed.
     for insertion in Insertion:
         signature = with_added_parameter(target.signature, insertion)
         for style in CallStyle:
@@ -369,6 +372,8 @@ def check_every_path(patch, target_signature, style, has_session):
 
     # Calls run() with one ExecutionPath after another. A path decides whether each test of a mock is true.
     run_every_path(run)
+    # run() raises AssertionError if a path loses the argument. If all paths end in other errors, the test has
+    # shown nothing.
     assert outcomes & {Outcome.DELIVERED, Outcome.REFUSED}, "every path ends in another error"
 
 
