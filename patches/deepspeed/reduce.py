@@ -247,7 +247,7 @@ def _finish_reduction(call, instance):
     # armed: _run_backward has started the reduction of this batch, which has not ended yet
     if overlap is None or not overlap.armed:
         return call()  # DeepSpeed's own reduction
-    # This wrapper reads no arguments. This raises if a later DeepSpeed passes some.
+    # DeepSpeed passes no arguments here. The next line raises if a later DeepSpeed does.
     call.refuse_unread_arguments()
     overlap.reducer.finish()  # sends the last gradients, and waits
     # ZeRO 1: collect the gradients of this rank's partition, as DeepSpeed does after its own reduction.
