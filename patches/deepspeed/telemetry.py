@@ -100,8 +100,8 @@ def _stage(engine: Any) -> Stage:
     try:
         layers = own_layers(module)
     except HolmesError:
-        # The model has no transformer blocks. Each stage then counts as one block, with the number of the
-        # stage.
+        # own_layers() has found no transformer blocks in the model. Each stage then counts as one block, with
+        # the number of the stage.
         layers = [(engine.stage_id, layer) for layer in module.forward_funcs]
     stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(engine.num_stages)}
     return Stage(

@@ -210,7 +210,8 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
         enable: holmes_ext.enable, which switches holmes on.
 
     Raises:
-        HolmesError: torch.distributed is not initialized, or it is too late to change the ranks.
+        HolmesError: torch.distributed is not initialized, or it is too late to change the ranks (partly
+            raised by _init_arguments).
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d

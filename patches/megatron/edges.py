@@ -252,7 +252,8 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     # From begin() to end(), which _schedule calls, the mailbox transfers the messages of the step. The empty
     # tensor tells it the device on which it allocates receive buffers.
     mailbox.begin(receive_order, micro_batches, torch.empty(0, device=device))
-    return _Step(mailbox, receive_order, pipeline_group.rank(), dtype=config.pipeline_dtype, device=device)
+    stage = pipeline_group.rank()
+    return _Step(mailbox, receive_order, stage, dtype=config.pipeline_dtype, device=device)
 
 
 def _planned_receive_order(
@@ -431,7 +432,7 @@ def _exchange(call, instance, group):
     wires = {}  # rank of a neighbour -> Wire, which encodes and decodes its messages
     is_pipeline_group = group is parallel_state.get_pipeline_model_parallel_group()
     if is_pipeline_group:
-        wires = wires_of(_running_communicators.instances[-1].config)
+        wires = wires_of(_running_communicators.instances[-1].config)  # of the communicator that calls now
     arguments = call.arguments()
     encoded_arguments = {}  # name of an argument -> tensor to pass in its place
     decoders = {}  # name of a request, such as "recv_prev" -> function that decodes the received message

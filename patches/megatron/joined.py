@@ -234,7 +234,7 @@ def _enlarge(call, instance, build_train_valid_test_datasets_provider):
 
     def provider(numbers, *args, **kwargs):
         """Call the program's provider with K times the numbers of samples (train, validation, test)."""
-        # None stands for all samples of a data set.
+        # None stands for all samples of a data set. The provider gets a list or a tuple, like `numbers`.
         enlarged = [None if number is None else number * job_count for number in numbers]
         return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *args, **kwargs)
 

@@ -96,7 +96,8 @@ def _reduce_as_planned(current, call, instance):
     overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)  # _set_overlap_... sets it
     if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
-    # Under --holmes-overlap on, updated weights are gathered during the next forward pass.
+    # Under --holmes-overlap on, updated weights are gathered during the next forward pass. turn_on() sets
+    # that in ddp_config, if this model allows it.
     gathers_weights = megatron_gather.turn_on(ddp_config)
     result = _construct(call, arguments)
     if gathers_weights:
