@@ -117,7 +117,7 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
         try:
             document = json.loads(record.read_text())
             return Split(parts=tuple(document["parts"]), tensor=document["tensor"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):  # no JSON, or not the keys that _record_split writes
             way_out = "remove it if the checkpoint's split is stock DeepSpeed's"
             raise HolmesError(f"{record}: damaged; {way_out}") from None
     # DeepSpeed saves one model file for each pipeline stage and tensor-parallel rank.
@@ -186,7 +186,8 @@ def layers_of(module: Any, parts: Sequence[int]) -> list[int]:
     layers = [names[start:end].count(block_class) for start, end in zip(parts, parts[1:])]
     if not all(layers):  # a stage without blocks
         return []
-    planned_parts = borders_of(names, layers, source="")  # the stages that a plan with these numbers makes
+    # The stages that a plan with these numbers makes. `source` is only used in an error message.
+    planned_parts = borders_of(names, layers, source="")
     if planned_parts != list(parts):
         return []
     return layers
@@ -232,7 +233,7 @@ def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only
     if saved == own_split:
         return call()
     if current.rank != 0:
-        raise RemoteError("rank 0 says which split")  # ends this rank without a message
+        raise RemoteError("rank 0 says which split")  # this error ends the rank without a message
     raise HolmesError(
         f"{folder} was saved with {saved}, this job has {own_split}, and DeepSpeed's native checkpoints "
         f"do not load under another split; {ways_out(folder, saved, own_split, module)}"

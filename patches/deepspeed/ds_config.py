@@ -25,8 +25,12 @@ class DsConfig:
 
 
 def from_arguments(argv: list[str]) -> DsConfig | None:
-    """The file that `argv` names, or None. What cannot be read or is no JSON is DeepSpeed's to refuse."""
+    """Return the ds_config file that a command line names, or None if it names none.
+
+    A file that cannot be read, or is no JSON, gets empty content and digest. DeepSpeed itself reports it.
+    """
     for item, following in zip(argv, [*argv[1:], ""]):
+        # The path is in the same word ("--deepspeed_config=path"), or it is the following word.
         name, equals, value = item.partition("=")
         if name not in FLAGS:
             continue
@@ -42,7 +46,10 @@ def from_arguments(argv: list[str]) -> DsConfig | None:
 
 
 def checked(config: DsConfig, current: Session) -> list[str]:
-    """check(); the file and the plan are the same on all ranks, so rank 0 alone says what is wrong."""
+    """Call check(), and let only rank 0 print its error.
+
+    The file and the plan are the same on all ranks. Therefore all ranks find the same error.
+    """
     try:
         return check(config, current.plan, current.options.overlap)
     except HolmesError as error:
@@ -50,11 +57,21 @@ def checked(config: DsConfig, current: Session) -> list[str]:
 
 
 def check(config: DsConfig, plan: Plan, overlap: str = "auto") -> list[str]:
-    """Lines for the user about settings that have no effect under the plan; HolmesError names file and key of
-    one that contradicts it. overlap: of --holmes-overlap."""
+    """Compare settings of a ds_config file with the plan and with --holmes-overlap.
+
+    Args:
+        overlap: The value of --holmes-overlap: "auto", "on" or "off".
+
+    Returns:
+        Lines for the user about settings that have no effect.
+
+    Raises:
+        HolmesError: A setting contradicts the plan or the option. The message names the file and the key.
+    """
     pipeline = plan.sizes.pipeline if plan.sizes else 1
     settings = config.content.get("pipeline")
     settings = settings if isinstance(settings, dict) else {}
+    # "auto" and "best" are DeepSpeed's defaults.
     stages, partition = settings.get("stages", "auto"), settings.get("partition", "best")
     if plan.sizes and stages not in ("auto", pipeline):
         way_out = f"the plan has {pipeline}; remove it or make them agree"
@@ -64,11 +81,12 @@ def check(config: DsConfig, plan: Plan, overlap: str = "auto") -> list[str]:
         way_out = f"the plan splits the layers {layers}; remove it, or plan without layers"
         raise _contradiction(config, "pipeline.partition", partition, way_out)
     zero = config.content.get("zero_optimization")
-    wants = zero.get("overlap_comm") if isinstance(zero, dict) else None
-    if wants is not None and overlap != "auto" and bool(wants) != (overlap == "on"):
+    # True or false; None if the file does not set it.
+    overlap_comm = zero.get("overlap_comm") if isinstance(zero, dict) else None
+    if overlap_comm is not None and overlap != "auto" and bool(overlap_comm) != (overlap == "on"):
         way_out = f"--holmes-overlap is {overlap}; remove one of them"
-        raise _contradiction(config, "zero_optimization.overlap_comm", wants, way_out)
-    if wants and pipeline > 1:
+        raise _contradiction(config, "zero_optimization.overlap_comm", overlap_comm, way_out)
+    if overlap_comm and pipeline > 1:
         why = "has no effect: DeepSpeed's pipeline engine switches it off"
         return [f"{config.path}: key 'zero_optimization.overlap_comm' {why}"]
     return []

@@ -138,12 +138,14 @@ def _through_mailbox(direction, call, tensor, stage, async_op):
     Args:
         direction: "send" or "recv". Mailbox has a method of this name.
         stage: The neighbouring stage.
-        async_op: Not used: DeepSpeed's pipeline engine always passes False.
+        async_op: Not used: DeepSpeed's pipeline engine always passes False. It is a parameter so that
+            call.refuse_unread_arguments() accepts it.
     """
     mailbox = _mailbox_in_use()
     if mailbox is None:
         return call()
-    call.refuse_unread_arguments()  # raise if a later DeepSpeed passes arguments that are not listed above
+    # This raises if a later DeepSpeed passes arguments that this function does not have.
+    call.refuse_unread_arguments()
     from deepspeed.runtime.pipe import p2p
 
     peer = p2p._grid.stage_to_global(stage_id=stage)  # rank on the neighbouring stage
@@ -175,6 +177,7 @@ def _wire_to(stage: int) -> Wire:
     else:  # the first and the last stage
         index = len(planned_edges) - 1
     planned = planned_edges[index]
+    # planned.narrow is "off", "bf16" or "int8".
     return Wire(narrow=planned.narrow, edge=f"stage {own_stage}'s edge to stage {stage}")
 
 
@@ -188,7 +191,8 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
     Args:
         direction: "send" or "recv".
         stage: The neighbouring stage.
-        async_op: Not used: DeepSpeed's pipeline engine always passes False.
+        async_op: Not used: DeepSpeed's pipeline engine always passes False. p2p_patches() passes it to every
+            function like this one.
     """
     import torch
 
@@ -199,7 +203,9 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
         wire = _wire_to(stage)
     mailbox = _mailbox_in_use()
     if mailbox is not None:
-        mailbox.wire_to = lambda peer: wire  # Mailbox.send and Mailbox.recv, which call() runs, read wire_to
+        # call() runs Mailbox.send or Mailbox.recv. These call wire_to() for the format of this tensor, and
+        # encode or decode it. The next transfer sets wire_to again.
+        mailbox.wire_to = lambda peer: wire
         return call()
     if direction == "send":
         return call(tensor=wire.outgoing(tensor))
@@ -220,11 +226,12 @@ def _announce_shapes(call, instance, buffer, recv_stage):
     if _mailbox is None:  # e.g. the backend is neither gloo nor NCCL
         return call()
     peer = instance.grid.stage_to_global(stage_id=recv_stage)
-    _mailbox.announce((), peer)  # no shapes: the mailbox checks nothing that _send_tensor_meta itself sends
+    # _send_tensor_meta sends tensors of other shapes. Without announced shapes the mailbox checks nothing.
+    _mailbox.announce((), peer)
     result = call()  # DeepSpeed's _send_tensor_meta
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
-    activation_forms = [form_of(tensor) for tensor in tensors]  # shape and dtype of each
-    _mailbox.announce(activation_forms, peer)
+    shapes_and_dtypes = [form_of(tensor) for tensor in tensors]  # of each activation
+    _mailbox.announce(shapes_and_dtypes, peer)  # from now on, the mailbox compares each activation with these
     return result
 
 
@@ -263,9 +270,9 @@ def _schedule_class() -> type:
         Only a zero-bubble order has I and W.
         """
 
-        def __init__(self, stock: Any, flight: Flight, engine: Any, mailbox: Mailbox):
+        def __init__(self, own_schedule: Any, flight: Flight, engine: Any, mailbox: Mailbox):
             # Copy the attributes of DeepSpeed's own schedule for this step, such as stage_id.
-            self.__dict__.update(vars(stock))
+            self.__dict__.update(vars(own_schedule))
             self.order = flight.order(self.stage_id, self.micro_batches)  # the planned order of this stage
             self.engine = engine
             self.mailbox = mailbox  # sends and receives the messages of this stage in the background
@@ -347,7 +354,9 @@ def _schedule_class() -> type:
             If the plan splits backward passes, this is the first part: the gradients of the inputs.
             """
             engine = self.engine
-            receive_buffer: Any = None  # the engine's buffer for gradients from the next stage
+            # The engine has one buffer for gradients from the next stage, engine.grad_layer. RecvGrad writes
+            # into it, and BackwardPass reads it.
+            receive_buffer: Any = None  # that buffer; None on the last stage
             if self.stage_id == self.stages - 1:
                 # The engine keeps only the loss of its latest forward pass, maybe of another micro-batch.
                 engine.loss = self.losses.pop(micro_batch)
@@ -355,8 +364,8 @@ def _schedule_class() -> type:
                 yield [schedule.RecvGrad(buffer)]  # receives into engine.grad_layer
                 receive_buffer = engine.grad_layer
                 if self.splits_backward:
-                    # The second part of this backward pass still needs the gradient when the next one has
-                    # overwritten the receive buffer. It therefore gets a copy.
+                    # The second part of this backward pass runs later and needs the gradient again. The next
+                    # RecvGrad may overwrite the buffer before that. Both parts therefore read a copy.
                     if isinstance(receive_buffer, list):
                         engine.grad_layer = [gradient.clone() for gradient in receive_buffer]
                     else:
@@ -365,7 +374,7 @@ def _schedule_class() -> type:
             if self.stage_id > 0:
                 instructions.append(schedule.SendGrad(buffer))
             yield instructions
-            engine.grad_layer = receive_buffer  # for the next RecvGrad
+            engine.grad_layer = receive_buffer  # the next RecvGrad writes into the same buffer again
 
         def _compute_weight_gradients(self, micro_batch: int) -> None:
             """Compute the gradients of the weights: the second part of a micro-batch's split backward pass.
@@ -420,18 +429,22 @@ def _exec_schedule(current, call, instance, pipe_schedule):
         tell(current, f"DeepSpeed's own pipeline schedule is used: {reason}", once=True)
         return call()
 
+    # The mailbox must know the messages of a micro-batch before it can post receives in advance. In the first
+    # step, between listen() and learn(), it records what it receives. In every later step, between begin()
+    # and end(), it transfers the messages in the background.
     if not _mailbox.knows:  # no step has been recorded yet
-        _mailbox.listen()  # start the record
+        _mailbox.listen()
         result = call()
-        _mailbox.learn(instance.micro_batches)  # end it: the messages divided by micro-batches
+        _mailbox.learn(instance.micro_batches)  # divides the recorded messages by the micro-batches
         return result
     import torch
 
     planned_schedule = _schedule_class()(pipe_schedule, flight, instance, _mailbox)
-    tensor_on_device = torch.empty(0, device=instance.device)  # receive buffers are allocated like this one
+    # An empty tensor tells the mailbox the device on which it allocates receive buffers.
+    tensor_on_device = torch.empty(0, device=instance.device)
     _mailbox.begin(flight, instance.micro_batches, tensor_on_device)
     result = call(pipe_schedule=planned_schedule)
-    _mailbox.end()  # wait until all messages of the step have been transferred
+    _mailbox.end()  # waits until all messages of the step have been sent
     return result
 
 

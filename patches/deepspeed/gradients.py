@@ -174,7 +174,7 @@ class ZeroGradients(PlainGradients):
             # An attribute of the object hides the method of its class.
             setattr(self.optimizer, name, lambda *args, **kwargs: None)
         try:
-            # As in DeepSpeed's _exec_reduce_grads: the gradients of all micro-batches are complete.
+            # The gradients of all micro-batches are complete. DeepSpeed's _exec_reduce_grads sets this, too.
             self.engine._force_grad_boundary = True
             self.engine.allreduce_gradients()
         finally:

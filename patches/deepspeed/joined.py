@@ -42,6 +42,7 @@ def _reserve(call, instance):
     the registration, that call would count as a training step of a joined job, i.e. of a job that exchanges
     weights with other jobs.
     """
+    # Only the first object in the process that calls reserve() or claim() is registered.
     training.reserve(instance)
     return call()  # DeepSpeedEngine._configure_optimizer
 
@@ -53,17 +54,19 @@ def _take_model_step(call, instance):
     The outer training exchanges weights with other jobs after a number of steps. Before the first step of
     this engine, the job joins it. A step that the optimizer skips because gradients overflow is not reported.
     """
-    # claim() joins the other jobs before the first step. It is false if the steps of this engine do not
-    # count, as in a job that trains alone.
-    counts = training.claim(instance, lambda: _adapter(instance))
+    # The first optimizer or engine of the process becomes the one whose steps are the outer training's.
+    # claim() returns whether this engine is that one; a job that trains alone has none. Before the first step
+    # claim() also joins the other jobs, and calls _adapter() for that.
+    is_training_step = training.claim(instance, lambda: _adapter(instance))
     result = call()  # DeepSpeedEngine._take_model_step; sets _step_applied
-    if counts and instance._step_applied:
+    if is_training_step and instance._step_applied:  # not applied: gradients have overflowed
         samples = instance.train_micro_batch_size_per_gpu() * instance.gradient_accumulation_steps()
         training.stepped(samples)
     return result
 
 
 def _adapter(engine: Any) -> training.FrameworkAdapter:
+    """Return the functions by which the outer training reads and writes the weights of this engine."""
     from deepspeed.accelerator import get_accelerator
 
     return training.FrameworkAdapter(
@@ -296,7 +299,7 @@ def _load(call, instance, load_dir, tag):
     """
     path, client_state = call()  # DeepSpeedEngine.load_checkpoint
     loaded_nothing = path is None
-    trains_alone = not training.asked()  # without the option --holmes-join
+    trains_alone = not training.asked()  # asked(): whether the option --holmes-join is set
     if loaded_nothing or trains_alone:
         return path, client_state
     file = _file(load_dir, tag_of(load_dir, tag), instance)  # that _save has written for this rank

@@ -73,6 +73,8 @@ def p2p_patches(
         receive_reason: Why p2p.recv is patched. The command `holmes patches` prints it.
     """
 
+    # by_name() passes the arguments of p2p.send and p2p.recv by these names. `instance` is for methods; these
+    # two are functions.
     @by_name
     def send(call, instance, tensor, dest_stage, async_op):
         return transfer("send", call, tensor, dest_stage, async_op)
@@ -105,7 +107,8 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
     peer = p2p._grid.stage_to_global(stage_id=stage)  # rank on the neighbouring stage
     if async_op or peer not in groups_by_peer:
         return call()  # DeepSpeed's p2p.send or p2p.recv
-    call.refuse_unread_arguments()  # raises if a later DeepSpeed passes arguments not listed above
+    # This raises if a later DeepSpeed passes arguments that this function does not have.
+    call.refuse_unread_arguments()
     p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)  # DeepSpeed's functions check this first, too
     transfer = getattr(comm, direction)  # deepspeed.comm.send or deepspeed.comm.recv
     return transfer(tensor, peer, group=groups_by_peer[peer])
@@ -139,9 +142,9 @@ def _check_grid(current, call, instance):
     must make this check.
 
     Raises:
-        HolmesError: The plan was made for other sizes.
+        HolmesError: The plan was made for other sizes (raised by check_grid).
     """
-    result = call()  # PipelineParallelGrid.__init__
+    result = call()  # PipelineParallelGrid.__init__, which sets the sizes in `instance`
     check_grid(current, grid_sizes(current, instance))
     return result
 

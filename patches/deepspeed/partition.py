@@ -139,9 +139,10 @@ def _partition_layers(call, instance, method):
     stages.
 
     Raises:
-        HolmesError: The script's borders are not valid, or the plan was made for other stages or layers.
+        HolmesError: The script's borders are not valid (raised by check_borders). Or the plan was made for
+            other stages, or for other layers (raised by borders_of).
     """
-    specs = instance._layer_specs
+    specs = instance._layer_specs  # one entry for each layer of the model
     script_borders = _borders_given_as(method)
     if script_borders is not None:
         borders = check_borders(script_borders, len(specs), instance.num_stages)

@@ -116,7 +116,7 @@ class _Overlap:
             is_same_set = self.reducer.covers(parameter for _, parameter in trained)
             if is_same_set:
                 return
-            self.reducer.close()  # other parameters are trained now
+            self.reducer.close()  # other parameters are trained now: remove the old reducer's hooks
         tied_weights = [weight for weight, _ in engine.module.get_tied_weights_and_groups()]
         self.reducer = GradientReducer(
             trained,
@@ -174,6 +174,7 @@ def _reason_against_overlap(engine: Any, current: session.Session | None) -> str
     if reason:
         return reason
     if current is not None and current.options.overlap == "auto":
+        # _param_dict is ds_config as the user wrote it, without DeepSpeed's defaults.
         zero = engine._config._param_dict.get("zero_optimization", {})
         if zero.get("overlap_comm") is False:
             return "zero_optimization.overlap_comm is false"
@@ -246,7 +247,8 @@ def _finish_reduction(call, instance):
     # armed: _run_backward has started the reduction of this batch, which has not ended yet
     if overlap is None or not overlap.armed:
         return call()  # DeepSpeed's own reduction
-    call.refuse_unread_arguments()  # raises if a later DeepSpeed passes arguments not listed above
+    # DeepSpeed passes no arguments here. The next line raises if a later DeepSpeed does.
+    call.refuse_unread_arguments()
     overlap.reducer.finish()  # sends the last gradients, and waits
     # ZeRO 1: collect the gradients of this rank's partition, as DeepSpeed does after its own reduction.
     overlap.source.after_reduction()

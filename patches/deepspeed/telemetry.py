@@ -35,7 +35,7 @@ def _train_batch(call, instance):
         return call()  # DeepSpeed's train_batch
     recorder.step_begins()
     result = call()
-    recorder.step_done("engine", _tokens(instance))
+    recorder.step_done("engine", _tokens(instance))  # "engine": the engine reports the step, not the program
     return result
 
 
@@ -100,8 +100,8 @@ def _stage(engine: Any) -> Stage:
     try:
         layers = own_layers(module)
     except HolmesError:
-        # The model has no transformer blocks. Each stage then counts as one block, with the number of the
-        # stage.
+        # own_layers() has found no transformer blocks in the model. Each stage then counts as one block, with
+        # the number of the stage.
         layers = [(engine.stage_id, layer) for layer in module.forward_funcs]
     stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(engine.num_stages)}
     return Stage(
@@ -138,7 +138,8 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     sizes = grid_sizes(current, instance.grid)
     lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).passes)
     if not lists_passes:
-        # Looks at the measured times, and may replace the number in the plan.
+        # begin_step() looks at the measured times, and may replace the number in the plan. It calls _stage()
+        # only when it starts to measure.
         begin_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))
     return call()
 

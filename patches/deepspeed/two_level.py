@@ -73,7 +73,8 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     import torch.distributed as dist
 
     is_sum = getattr(op, "name", "") == "SUM"  # op is DeepSpeed's ReduceOp or torch's
-    has_other_arguments = call.unread_arguments()  # a later DeepSpeed may pass some that are not handled here
+    # Arguments that this wrapper does not read. A later DeepSpeed may pass some, and call() handles them.
+    has_other_arguments = call.unread_arguments()
     if not is_sum or async_op or has_other_arguments or not tensor.is_contiguous():
         return call()
     group = group or dist.group.WORLD
@@ -82,10 +83,10 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
         return call()
     try:
         two_level_all_reduce(tensor.view(-1)).wait()  # in place
-    except RuntimeError as error:
+    except RuntimeError as error:  # gloo and NCCL raise it, e.g. if another rank has died
         bucket = f"a bucket of {tensor.numel()} elements"
         ranks = group_ranks(group)
-        fabric = session.require().fabric_of(ranks, backend_of(group))
+        fabric = session.require().fabric_of(ranks, backend_of(group))  # the network between these ranks
         raise HolmesError(describe_failure(bucket, ranks, fabric, str(error))) from error
 
 
@@ -219,20 +220,21 @@ def _all_reduce_tied(current, call, instance, tensor, group):
     engines_with_tied_reduction = _reducing_tied.instances  # those in _exec_reduce_tied_grads now
     if not engines_with_tied_reduction:
         return call()  # deepspeed.comm.all_reduce, here of another tensor
-    if call.unread_arguments():  # arguments that this function does not handle, of a later DeepSpeed
+    # Arguments that this wrapper does not read. A later DeepSpeed may pass some, and call() handles them.
+    if call.unread_arguments():
         return call()
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.tied import tied_sum_of
 
-    engine = engines_with_tied_reduction[-1]
+    engine = engines_with_tied_reduction[-1]  # the innermost one, which calls this all-reduce
     sizes = grid_sizes(current, engine.grid)
     tied_sum = tied_sum_of(group, sizes, tensor.device.type)  # None if the plan has no two-level sum for it
     if tied_sum is None or not tied_sum.takes(tensor):  # takes() refuses small and non-contiguous tensors
         return call()
-    # Each of the two stages has this many ranks, and each of them has the gradient of its own micro-batches.
-    # DeepSpeed averages over the ranks of a stage, and adds the two stages.
-    data_parallel_size = tied_sum.twins
-    tied_sum(tensor, data_parallel_size)  # in place: the two-level sum, divided by this size
+    # DeepSpeed averages the gradients over the ranks of each stage, and adds the two averages. The two-level
+    # sum adds the gradients of all ranks of both stages. Divided by the ranks of one stage, it is the same.
+    data_parallel_size = tied_sum.twins  # ranks of one stage
+    tied_sum(tensor, data_parallel_size)  # in place: sums and divides
 
 
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"

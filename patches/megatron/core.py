@@ -119,7 +119,7 @@ def _initialize(current, call, instance):
     stages.
 
     Raises:
-        HolmesError: the sizes cannot be combined, or the plan was made for other sizes.
+        HolmesError: the sizes cannot be combined, or the plan was made for others (raised by _checked_sizes).
     """
     arguments = call.arguments()
     job.sizes = None  # forget the sizes of an earlier call
@@ -138,12 +138,13 @@ def _checked_sizes(current: session.Session, arguments: Mapping[str, Any]) -> Si
     decided for the job, for example which rank runs on which node.
 
     Raises:
-        HolmesError: the sizes cannot be combined, or the plan was made for other sizes.
+        HolmesError: the sizes cannot be combined (raised by sizes_of), or the plan was made for other sizes
+            (raised by check_grid).
     """
     try:
         sizes = sizes_of(arguments, current.plan.world_size)
     except HolmesError as error:
-        # All ranks raise this error. told_once() makes only one of them print it.
+        # All ranks raise this error. told_once() prints it on one rank, and returns one that prints nothing.
         raise told_once(error) from None
     # Raise an error if the plan's sizes differ; warn if groups would have ranks in several clusters.
     check_grid(current, sizes, arguments["num_distributed_optimizer_instances"])
@@ -209,7 +210,8 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
         enable: holmes_ext.enable, which switches holmes on.
 
     Raises:
-        HolmesError: torch.distributed is not initialized, or it is too late to change the ranks.
+        HolmesError: torch.distributed is not initialized, or it is too late to change the ranks (partly
+            raised by _init_arguments).
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -408,7 +410,8 @@ def _set_layers_before_checks(current, call, instance):
     fields and derives others from them. Until then each field has the program's value.
 
     Raises:
-        HolmesError: the plan's stages or layers are not the model's, or this megatron-core cannot run them.
+        HolmesError: the plan's stages or layers are not the model's, or this megatron-core cannot run them
+            (raised by functions that _set_planned_layers calls).
     """
     is_hybrid_model = getattr(instance, "is_hybrid_model", False)
     if not is_hybrid_model:  # the layers of a hybrid model follow a pattern of the program's

@@ -94,7 +94,7 @@ class _Step:
         for peer, direction in self.mailbox.neighbours.items():
             is_next_stage = direction == 1  # -1: the previous stage
             if is_next_stage:
-                sent_forms = [form_of(tensor) for tensor in tensors]  # shape and dtype of each activation
+                sent_forms = [form_of(tensor) for tensor in tensors]  # a form is a pair (shape, dtype)
             else:
                 sent_forms = []  # sent gradients are not checked
             self.mailbox.announce(sent_forms, peer)
@@ -192,7 +192,7 @@ def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communi
     installed function lacks a parameter of the wrapper.
 
     Raises:
-        HolmesError: holmes's plan lists the order of all passes, which this schedule cannot follow.
+        HolmesError: holmes's plan lists the order of all passes (raised by _planned_receive_order).
     """
     global _step
     if forward_only:  # evaluation
@@ -205,7 +205,7 @@ def _schedule(call, instance, model, num_microbatches, forward_only, p2p_communi
         result = call()
     finally:
         _step = None  # megatron-core sends its messages itself again
-    step.mailbox.end()  # wait until all messages of the step have been sent
+    step.mailbox.end()  # waits until all messages of the step have been sent; _new_step called begin()
     return result
 
 
@@ -219,7 +219,7 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
         arguments: The arguments of megatron-core's schedule function, by name.
 
     Raises:
-        HolmesError: holmes's plan lists the order of all passes, which this schedule cannot follow.
+        HolmesError: holmes's plan lists the order of all passes (raised by _planned_receive_order).
     """
     current = session.active()
     sizes = core.job.sizes  # parallel sizes
@@ -237,9 +237,9 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     receive_order = _planned_receive_order(current, sizes, pipeline_group)
     if receive_order is None:  # the plan leaves the schedule as it is
         return None
-    feature = unsupported_feature(config, arguments)
-    if feature is not None:
-        tell(current, f"megatron-core's own pipeline sends are used: {feature}", once=True)
+    unsupported = unsupported_feature(config, arguments)
+    if unsupported is not None:
+        tell(current, f"megatron-core's own pipeline sends are used: {unsupported}", once=True)
         return None
     if isinstance(pipeline_group, list):  # the rank is in several pipelines
         return None
@@ -247,10 +247,11 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     mailbox = mailbox_of(pipeline_group)
     wires = wires_of(config)
     device = next(chunk.parameters()).device
-    # The mailbox calls wire_to(rank of a neighbour) for the Wire that encodes or decodes a message. PLAIN
-    # leaves messages as they are.
+    # Mailbox.send and recv call wire_to() for the Wire that encodes or decodes. PLAIN changes nothing.
     mailbox.wire_to = lambda peer: wires.get(peer, PLAIN)
-    mailbox.begin(receive_order, micro_batches, torch.empty(0, device=device))  # the device of its buffers
+    # From begin() to end(), which _schedule calls, the mailbox transfers the messages of the step. The empty
+    # tensor tells it the device on which it allocates receive buffers.
+    mailbox.begin(receive_order, micro_batches, torch.empty(0, device=device))
     stage = pipeline_group.rank()
     return _Step(mailbox, receive_order, stage, dtype=config.pipeline_dtype, device=device)
 
@@ -325,7 +326,7 @@ def _communicate(
     step = _step
     if step is None:  # the mailbox does not transfer the messages now
         return call()
-    # Raise an error if the caller gave an argument that this wrapper does not have: it would have no effect.
+    # This raises if a later megatron-core passes arguments that this wrapper does not have.
     call.refuse_unread_arguments()
     if tensor_send_next is not None:
         step.send("F", tensor_send_next, instance.next_rank)  # "F": activation of a forward pass
@@ -431,7 +432,7 @@ def _exchange(call, instance, group):
     wires = {}  # rank of a neighbour -> Wire, which encodes and decodes its messages
     is_pipeline_group = group is parallel_state.get_pipeline_model_parallel_group()
     if is_pipeline_group:
-        wires = wires_of(_running_communicators.instances[-1].config)
+        wires = wires_of(_running_communicators.instances[-1].config)  # of the communicator that calls now
     arguments = call.arguments()
     encoded_arguments = {}  # name of an argument -> tensor to pass in its place
     decoders = {}  # name of a request, such as "recv_prev" -> function that decodes the received message

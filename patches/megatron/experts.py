@@ -50,7 +50,7 @@ def _layer_numbered(call, instance):
     if current is None or is_placed:
         return
     path = current.options.experts
-    placement = _load(path)  # cached: all layers read the same file
+    placement = _load(path)  # reads the file once, and keeps the result for the other layers
     order = placement.of(instance.layer_number)
     if order is not None:  # None: the file does not place the experts of this layer
         place(instance, order, placement, path)

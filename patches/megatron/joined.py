@@ -52,7 +52,7 @@ def _remember_chunks(call, instance, model_chunks):
     optimizer of these chunks, around an optimizer of torch. reserve() makes only the steps of megatron-core's
     optimizer count as steps of the job, not those of torch's.
     """
-    training.reserve(_OWNER)
+    training.reserve(_OWNER)  # has an effect only for the first framework that calls it in this process
     _chunks[:] = model_chunks
     return call()
 
@@ -64,6 +64,8 @@ def _join_before_step(call, instance):
     This wrapper runs in place of step() of each optimizer class, which call() runs. A chained optimizer steps
     others inside its own step(). claim() only acts in the first call, which is that of the outermost one.
     """
+    # The first framework of the process becomes the one whose steps are the outer training's. If that is
+    # megatron-core, the first claim() joins the other jobs, and calls _adapter() for that.
     training.claim(_OWNER, lambda: _adapter(instance))
     return call()
 
@@ -102,8 +104,9 @@ def _report_step() -> None:
     """
     from megatron.core import num_microbatches_calculator
 
+    # owner() returns the framework whose steps are the outer training's; None if this job trains alone.
     counts_as_step_of_job = training.owner() == _OWNER
-    if not counts_as_step_of_job:  # another framework's optimizer contains megatron-core's
+    if not counts_as_step_of_job:
         return
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     samples = 1.0
@@ -231,7 +234,7 @@ def _enlarge(call, instance, build_train_valid_test_datasets_provider):
 
     def provider(numbers, *args, **kwargs):
         """Call the program's provider with K times the numbers of samples (train, validation, test)."""
-        # None stands for all samples of a data set.
+        # None stands for all samples of a data set. The provider gets a list or a tuple, like `numbers`.
         enlarged = [None if number is None else number * job_count for number in numbers]
         return build_train_valid_test_datasets_provider(type(numbers)(enlarged), *args, **kwargs)
 

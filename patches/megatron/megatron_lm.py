@@ -129,7 +129,7 @@ def _compare_plans(current, call, instance, checkpoint_args):
     try:
         result = call()
     except AssertionError as error:
-        # told_once() makes only one rank print the error.
+        # All ranks get here. told_once() prints the error on one rank, and returns one that prints nothing.
         raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
     saved_digest = getattr(checkpoint_args, "holmes_plan_digest", None)
     if saved_digest is None:  # saved without holmes
@@ -174,7 +174,9 @@ def _load(current, call, instance):
         if not lines:  # another error
             raise
         refusal = HolmesError(f"--load: the checkpoint is another model's: {lines[0][:300]}")
-        # Only one rank prints the error. Ranks can name different tensors: "--load" makes it the same error.
+        # All ranks get here. told_once() prints the error on one rank, and returns one that prints nothing.
+        # It recognizes the same error of other ranks by the message, or by a given topic. Here the topic is
+        # "--load", because the messages of ranks can name different tensors.
         raise told_once(refusal, "--load") from None
 
 

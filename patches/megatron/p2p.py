@@ -64,7 +64,7 @@ def mailbox_of(pipeline_group: Any) -> Mailbox:
         own_rank = ranks[pipeline_group.rank()]
         stage_of_rank = {rank: stage for stage, rank in enumerate(ranks)}
         pairs = zip(ranks, ranks[1:])  # of neighbouring stages
-        # Makes the process groups. They get the settings of the pipeline group, such as the timeout.
+        # of_pairs() makes the process groups. They get the settings of the pipeline group, e.g. the timeout.
         _mailboxes[pipeline_group] = mailbox.of_pairs(pairs, own_rank, stage_of_rank, pipeline_group)
     return _mailboxes[pipeline_group]
 
@@ -176,7 +176,7 @@ def _unbatched(
     groups = neighbour_groups_of(group)
     if not groups.by_peer and groups.second_group is None:  # the pipeline group uses the fastest network
         return call()
-    # Raise an error if the caller gave an argument that this wrapper does not have: it would have no effect.
+    # This raises if a later megatron-core passes arguments that this wrapper does not have.
     call.refuse_unread_arguments()
     import torch.distributed as dist
 

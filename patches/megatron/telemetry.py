@@ -113,10 +113,11 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
     if not network_api or not edges_is_on:
         return call()
     chunk = model[0] if isinstance(model, list) else model
+    # A feature of the job with which the mailbox cannot transfer the messages, or None.
     if unsupported_feature(get_model_config(chunk), call.arguments()):
         return call()
-    # Starts the measuring in the first step; in later steps, adopts a new plan if all ranks have agreed on
-    # one.
+    # In the first step, begin_step() starts to measure, and calls describe(). In later steps it adopts a new
+    # plan if all ranks have agreed on one.
     begin_step(
         current,
         core.job.sizes,

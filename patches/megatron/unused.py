@@ -74,7 +74,10 @@ class _Server(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _asked_by_megatron() -> bool:
-    """Whether what imports, the first outside the import system and this file, is megatron's code."""
+    """Return whether megatron's code makes the import that runs now.
+
+    The importing code is the first frame outside Python's import system and this file.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -88,7 +91,13 @@ _server = _Server()
 
 
 def _serve(original: Any) -> Any:
-    """Once megatron.arguments is imported, which is before the modules that import what is missing."""
+    """Serve empty modules for those packages of UNUSED that are not installed.
+
+    This function runs when megatron.arguments is imported. The modules that import these packages come later.
+
+    Returns:
+        The argument, unchanged.
+    """
     missing = [package for package in UNUSED if find_module(package) is None]
     if missing and _server not in sys.meta_path:
         sys.meta_path.append(_server)

@@ -59,12 +59,16 @@ class CommandLine:
 
 
 def describe(argv: Sequence[str]) -> CommandLine:
-    """What `argv` (a script's) says of its job. Nothing is raised: what is wrong is in `trouble`."""
+    """Return what the command line of a script says about its job.
+
+    No error is raised: if the model cannot be made, `trouble` of the result says why.
+    """
+    # The functions below append to `assumed` what they had to assume.
     said = read(argv)
     given, assumed = dict(said.values), list(said.overruled)
     deepspeed = "ds_config" in given or any(flag in said.flags for flag in MEGATRON_DEEPSPEED)
     framework = ""
-    if {"layers", "hidden", "heads"} & set(given):
+    if {"layers", "hidden", "heads"} & set(given):  # settings whose flags only these two have
         framework = "megatron-deepspeed" if deepspeed else "megatron-lm"
     pipeline, zero = given.get("pipeline", 1), _zero(given, assumed)
     if deepspeed and "expert" in given:  # groups of a layer are no larger than its experts are many
@@ -76,12 +80,14 @@ def describe(argv: Sequence[str]) -> CommandLine:
         except HolmesError as error:
             trouble = str(error)
     virtual, split = _stages(given, model.layers if model else 0, pipeline, assumed)
+    # DeepSpeed's pipeline engine switches its overlap off.
     overlapped = given.get("overlap", False) and not (deepspeed and pipeline > 1)
     step = {name: given[name] for name in STEP if name in given}
     step |= {"zero": zero} if {"zero", "fsdp"} & set(given) else {}
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}  # why flags are not read -> these flags
     for name, why in said.not_read.items():
         by_reason.setdefault(why, []).append(name)
+    # In the order of the fields of CommandLine.
     return CommandLine(
         _sizes(given), model, trouble, zero, virtual,
         ("on" if pipeline == 1 else "first") if overlapped else "off",
@@ -129,11 +135,23 @@ def _zero(given: dict[str, Any], assumed: list[str]) -> int:
 
 
 def _model(given: dict[str, Any], zero: int, deepspeed: bool, assumed: list[str]) -> Model:
+    """Return the model that the settings of a command line describe.
+
+    Args:
+        given: The settings, by the names of flags.py.
+        zero: ZeRO stage.
+        deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from Megatron-LM's.
+        assumed: The function appends a line for each thing that it had to assume.
+
+    Raises:
+        HolmesError: A flag that every model needs is missing, or Model refuses the values.
+    """
     for name, flag in NEEDED.items():
         if name not in given:
             way_out = "add it, or give the model with --holmes-model FILE"
             raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
     values: dict[str, Any] = {name: given[name] for name in NEEDED}
+    # Settings that are fields of Model without a conversion.
     plain = ("groups", "head_size", "max_positions", "bias", "tied", "expert_ffn", "shared_ffn",
              "sequence_parallel")
     values |= {name: given[name] for name in plain if name in given}
@@ -141,6 +159,7 @@ def _model(given: dict[str, Any], zero: int, deepspeed: bool, assumed: list[str]
         values["groups"] = given["query_groups"]
     elif "query_groups" in given:
         assumed.append("as many key-value heads as heads: --num-query-groups needs --group-query-attention")
+    # Megatron's default with --swiglu is 8 / 3 x hidden, in multiples of 64. 0: Model's default, 4 x hidden.
     values["ffn"] = given.get("ffn") or (int(4 * given["hidden"] * 2 / 3 / 64) * 64 if given.get("gated")
                                          else 0)
     values["gated"] = given.get("gated", False) or given.get("geglu", False)
@@ -162,6 +181,7 @@ def _batch(given: dict[str, Any], assumed: list[str]) -> dict[str, int]:
 
 
 def _vocabulary(given: dict[str, Any], assumed: list[str]) -> int:
+    """Return the number of rows of the embedding: the vocabulary, padded as Megatron pads it."""
     if "padded_vocabulary" in given:
         return int(given["padded_vocabulary"])
     if "vocabulary" not in given:
@@ -169,6 +189,7 @@ def _vocabulary(given: dict[str, Any], assumed: list[str]) -> int:
         assumed.append(
             f"vocabulary {GPT2_VOCABULARY} (GPT-2's): {tokenizer} is not looked up; --vocab-size tells it")
     size = given.get("vocabulary", GPT2_VOCABULARY)
+    # Each tensor-parallel rank gets a multiple of `divisible` rows; 0: no padding.
     unit = given.get("divisible", DIVISIBLE) * given.get("tensor", 1)
     return ceil(size / unit) * unit if unit else int(size)
 
@@ -185,21 +206,25 @@ def _flash(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> bool:
 
 
 def _widths(given: dict[str, Any], zero: int, deepspeed: bool) -> dict[str, Any]:
-    """Bytes of an element sent, of a gradient, and of one parameter's weights, gradients and optimizer.
-    Megatron-LM keeps and sends gradients in 32 bits with --bf16, unless --grad-reduce-in-bf16, and in 16 with
-    --fp16 (arguments.py); DeepSpeed in the model's type, unless data_types.grad_accum_dtype says otherwise
-    (engine.get_data_types)."""
+    """Return the bytes of an activation's and a gradient's element, and of the state of one parameter.
+
+    The state is weights, gradients and optimizer. Megatron-LM keeps and sends gradients in 32 bits with
+    --bf16, unless --grad-reduce-in-bf16 is given, and in 16 bits with --fp16 (arguments.py). DeepSpeed does
+    both in the model's type, unless data_types.grad_accum_dtype says otherwise (engine.get_data_types).
+    """
     precision = given.get("precision", "fp32")
     weight = 4 if precision == "fp32" else 2
     gradient = 4 if precision == "bf16" and not deepspeed else weight
     gradient = given.get("gradient_width", given.get("main_gradient_width", gradient))
-    kept = given.get("main_gradient_width", gradient)
+    kept = given.get("main_gradient_width", gradient)  # bytes of a gradient in memory; `gradient`: as sent
     moments = MOMENTS.get(given.get("optimizer", "adam").lower(), 8.0)
     if {"first_moment_width", "second_moment_width"} & set(given):
         moments = float(given.get("first_moment_width", 4) + given.get("second_moment_width", 4))
     master = 0.0 if precision == "fp32" else float(given.get("main_weight_width", 4))
     optimizer = (master + moments) * (
         1 - min(1.0, given.get("offloaded", 0.0) * given.get("offload_fraction", 1.0)))
+    # ZeRO 1 divides the optimizer's state among the ranks. ZeRO 2 also divides the gradients, and ZeRO 3 the
+    # weights.
     parts = [optimizer, float(kept), float(weight)]
     shared = sum(parts[:zero])
     return {"activation_width": weight, "gradient_width": gradient, "state_bytes": sum(parts) - shared,
@@ -207,7 +232,8 @@ def _widths(given: dict[str, Any], zero: int, deepspeed: bool) -> dict[str, Any]
 
 
 def _experts(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> dict[str, Any]:
-    counts = given["experts"]
+    """Return the fields of Model that describe the experts of its MoE layers."""
+    counts = given["experts"]  # of each MoE layer; one number if all have equally many
     layers, experts = given["layers"], round(sum(counts) / len(counts))
     if len(set(counts)) > 1:
         assumed.append(
@@ -215,6 +241,7 @@ def _experts(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> dict
     routed = _routed(given.get("expert_frequency", "2" if deepspeed else "1"), layers, deepspeed)
     if routed < layers:
         assumed.append(f"experts in {routed} of {layers} layers: each layer counts as the mean")
+    # The experts of one token. Megatron-DeepSpeed's default is 1, Megatron-LM's is 2.
     active = min(experts, given.get("experts_per_token", 1 if deepspeed else 2))
     values = {"experts": experts, "experts_per_token": active, "expert_layers": routed}
     return values | ({"shared_ffn": given.get("ffn") or 4 * given["hidden"]} if given.get("residual") else {})
@@ -245,7 +272,11 @@ def _pattern(node: ast.expr) -> Any:
 
 def _stages(given: dict[str, Any], layers: int, pipeline: int,
             assumed: list[str]) -> tuple[int, tuple[int, ...]]:
-    """(chunks a stage, layers of each stage; () for even ones)"""
+    """Return the number of chunks of each stage, and the layers of each stage; () if all have equally many.
+
+    The layers come from a layout, or from the first and the last stage, or from the embedding and the loss
+    that count as layers. A split that holmes cannot count is taken as even, and noted in `assumed`.
+    """
     if not layers or pipeline < 2:
         return 1, ()
     if "layout" in given:
@@ -257,13 +288,16 @@ def _stages(given: dict[str, Any], layers: int, pipeline: int,
         what = f"--pipeline-model-parallel-layout {given['layout']:.40}"
         assumed.append(f"even layers: {what} cannot be counted (stages without layers, or uneven chunks)")
         return (virtual if not rest and layers % (pipeline * virtual) == 0 else 1), ()
+    # Chunks of each stage, by --num-layers-per-virtual-pipeline-stage.
     chunk = layers // pipeline // given["layers_per_chunk"] if given.get("layers_per_chunk") else 1
     virtual = given.get("virtual", chunk) or 1
     first, last = given.get("first_layers", 0), given.get("last_layers", 0)
+    # Whether the embedding and the loss each take the place of one layer, on the first and the last stage.
     ends = given.get("embedding_counts", False), given.get("loss_counts", False)
     per_stage, rest = divmod(layers + sum(ends), pipeline)
     if any(ends) and not rest and virtual == 1:
         return 1, (per_stage - ends[0], *[per_stage] * (pipeline - 2), per_stage - ends[1])
+    # The number of stages without a number of layers of their own. They share the other layers evenly.
     inner = pipeline - bool(first) - bool(last)
     if not (first or last) or inner < 1 or layers - first - last < inner:
         return virtual, ()

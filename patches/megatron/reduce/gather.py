@@ -62,7 +62,10 @@ def prepare(ddp: Any) -> None:
         group.next_param_gather_bucket_group = None
 
     def wait(*_) -> None:
-        """Wait until all started gathers of the model's weights are complete."""
+        """Wait until all started gathers of the model's weights are complete.
+
+        torch calls this hook with the module and other arguments. They are not needed.
+        """
         for group in _bucket_groups(ddp):
             if group.param_gather_handle is not None:  # a gather has been started
                 group.finish_param_sync(skip_next_bucket_dispatch=True)

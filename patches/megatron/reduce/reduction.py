@@ -96,11 +96,12 @@ def _reduce_as_planned(current, call, instance):
     overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)  # _set_overlap_... sets it
     if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
-    # Under --holmes-overlap on, updated weights are gathered during the next forward pass.
+    # Under --holmes-overlap on, updated weights are gathered during the next forward pass. turn_on() sets
+    # that in ddp_config, if this model allows it.
     gathers_weights = megatron_gather.turn_on(ddp_config)
     result = _construct(call, arguments)
     if gathers_weights:
-        megatron_gather.prepare(instance)  # state_dict() then waits for the gathers
+        megatron_gather.prepare(instance)  # from now on, state_dict() waits for the gathers
     overlap = ddp_config.overlap_grad_reduce
     session.note_reduction(ranks, planned, gradient_bytes, two_levels=False, overlap=overlap)
     return result
@@ -138,7 +139,9 @@ def _construct(call: Call, arguments: Mapping[str, Any]) -> Any:
     bucket_size = None if arguments["disable_bucketing"] else ddp_config.bucket_size
     # megatron-core 0.18 and later: the layout of the distributed optimizer's buckets is an argument.
     takes_layout = "full_param_layout" in arguments and ddp_config.use_distributed_optimizer
-    token = _planned_bucket_size.set(bucket_size)  # for _bucket_as_planned and _lay_out_unpadded
+    # The constructor makes buffers and layouts. The wrappers of these two functions, _bucket_as_planned and
+    # _lay_out_unpadded, read this global and pass the size on in place of megatron-core's.
+    token = _planned_bucket_size.set(bucket_size)
     try:
         if takes_layout and bucket_size is not None:
             return call(full_param_layout=_distributed_layout(arguments, bucket_size))
@@ -226,7 +229,8 @@ def _bucket_as_planned(
     them. Checkpoints of these versions are wrong with padded buckets. Therefore the distributed optimizer
     gets a bucket size close to the planned one that needs no padding.
     """
-    elements = _planned_bucket_size.get()  # a global; set while DistributedDataParallel's constructor runs
+    # _construct() sets this global while DistributedDataParallel's constructor runs.
+    elements = _planned_bucket_size.get()
     if elements is None:
         return call()
     is_programs_size = bucket_size is not None and not getattr(ddp_config, "buckets_by_plan", False)
@@ -248,7 +252,8 @@ def _lay_out_unpadded(call, instance, params, bucket_size, data_parallel_world_s
     which pads buckets. In megatron-core 0.18 and 0.19, fully reshardable checkpoints are wrong if buckets are
     padded. Of the sizes without padding, the one nearest to the planned bucket size is used.
     """
-    elements = _planned_bucket_size.get()  # a global; set while DistributedDataParallel's constructor runs
+    # _construct() sets this global while DistributedDataParallel's constructor runs.
+    elements = _planned_bucket_size.get()
     if elements is None:
         return call()
     unpadded_size = megatron_buckets.of_buffer(params, data_parallel_world_size, ddp_config, elements)

@@ -42,10 +42,12 @@ def _all_reduce(
     """
     if core.job.sizes is None:  # no plan describes this job
         return call()
+    # skip_if_none and config are not read. They are parameters so that unread_arguments() does not list them.
     chunk = _chunk_with_embedding(model, pp_group)
     if chunk is None or not _is_pair_member(embd_group):  # the two ranks with a copy of the embedding
         return call()
-    if call.unread_arguments():  # those of a later megatron-core, whose effect is unknown here
+    # Arguments that this wrapper does not have. A later megatron-core may pass some, and call() handles them.
+    if call.unread_arguments():
         return call()
     import torch
     from megatron.core.utils import get_attr_wrapped_model
@@ -62,15 +64,19 @@ def _all_reduce(
     if tied_sum is None or not tied_sum.takes(gradient):  # not planned, or not faster for so few bytes
         return call()
     shard = own_shard(chunk, weight)
-    if shard is None:  # no distributed optimizer: each rank of a stage adds the whole average
+    if shard is None:
+        # Without the distributed optimizer, every rank of a stage adds the same average. The sum counts it
+        # once for each rank, and is divided by their number.
         divisor = tied_sum.twins  # number of data-parallel ranks of one stage
-    else:  # each element is averaged on one rank of a stage; all others add zero
+    else:
+        # With it, one rank of a stage has the average of an element, and the others add zero. The sum counts
+        # the average once, and is not divided.
         divisor = 1
         start, stop = shard
         flat = gradient.view(-1)
         flat[:start].zero_()
         flat[stop:].zero_()
-    tied_sum(gradient, divisor)  # in place
+    tied_sum(gradient, divisor)  # in place: sums and divides
 
 
 def _is_pair_member(group: Any) -> bool:
