@@ -130,10 +130,10 @@ def holmes(options):
         session.set_active(None)
         registry.undo()
         KIND.__call__ = original
-        for made in deepspeed_two_level._made.values():
+        for made in deepspeed_two_level._two_level_all_reduces.values():
             made.close()
-        deepspeed_two_level._made.clear()
-        deepspeed_two_level._ways.clear()
+        deepspeed_two_level._two_level_all_reduces.clear()
+        deepspeed_two_level._planned_reductions.clear()
 
 
 def compare_scenes(rank, names):
@@ -235,7 +235,7 @@ def stage_3_of(size, nodes):
     here = build_plan(site(*nodes))
     engine = SimpleNamespace(module=model(), seq_data_parallel_group=None,
                              zero_hpz_partition_size=lambda: size)
-    return deepspeed_two_level._stage_3(SimpleNamespace(plan=here), engine)
+    return deepspeed_two_level._zero_3_message(SimpleNamespace(plan=here), engine)
 
 
 @pytest.mark.parametrize("size, nodes, ends", [

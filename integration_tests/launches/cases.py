@@ -114,7 +114,7 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
         session.set_active(current)
         stack.callback(session.set_active, None)
         # of the group of all ranks, which stays
-        for known in (deepspeed_two_level._ways, deepspeed_two_level._made):
+        for known in (deepspeed_two_level._planned_reductions, deepspeed_two_level._two_level_all_reduces):
             stack.callback(known.clear)
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
