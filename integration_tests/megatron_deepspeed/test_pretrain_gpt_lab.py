@@ -110,8 +110,8 @@ CASES = {
 #: activations, gradients and weights of all ranks equalled stock's after each pass, reduction and optimizer
 #: step.
 STOCK_ORDER = {"HOLMES_DISABLE": "deepspeed-tied"}
-#: Keeps the planned number of micro-batches in flight. On a busy machine steps are slow, and holmes would adapt
-#: the plan, and print a line about it.
+#: Keeps the planned number of micro-batches in flight. On a busy machine steps are slow, and holmes would
+#: adapt the plan, and print a line about it.
 KEEP_PLAN = ("--holmes-adapt", "off")
 #: Largest difference of a printed loss in 20 steps when holmes sums the tied embedding in its own order.
 #: Measured: 1e-6, which is one unit of the last digit.
