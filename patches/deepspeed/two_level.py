@@ -159,6 +159,7 @@ def _report_zero_3(current, call, instance):
     result = call()  # DeepSpeedEngine._configure_zero_optimizer
     if instance.zero_optimization_stage() == 3:
         tell(current, _zero_3_message(current, instance))
+        current.keeps_own_reduction = True  # so as_planned.py does not report that the plan has another one
     return result
 
 
