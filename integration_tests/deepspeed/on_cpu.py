@@ -8,6 +8,12 @@ import torch
 from deepspeed.runtime.zero import stage_1_and_2
 from packaging.version import Version
 
+from holmes_ext.cluster.site import Site
+from holmes_ext.options import Options
+from holmes_ext.plan.plan import Plan
+from holmes_ext.runtime import session
+from holmes_ext.runtime.start.launcher import Process
+
 
 def prepare() -> None:
     """In each rank, in place of deepspeed.init_distributed()."""
@@ -29,3 +35,20 @@ def prepare() -> None:
         optimizer = stage_1_and_2.DeepSpeedZeroOptimizer
         optimizer.flatten_dense_tensors_aligned = torch.no_grad()(optimizer.flatten_dense_tensors_aligned)
     deepspeed.utils.logger.setLevel(100)
+
+
+def session_of(rank: int, site: Site, plan: Plan, options: Options | None = None) -> session.Session:
+    """Return the state of holmes in a rank of a test: its flags, the emulated cluster and the plan for it.
+
+    Each rank is on a node of its own.
+    """
+    process = Process(
+        rank,
+        world_size=plan.world_size,
+        local_rank=0,
+        local_world_size=1,
+        master_addr="",  # not read: the ranks are already connected
+        master_port=0,
+        launcher="test",
+    )
+    return session.Session(options or Options(), process, site, plan, rank)

@@ -20,14 +20,12 @@ import pytest
 from ranks import run_scenes, seeded
 
 from holmes_ext.lab.samples import examples
-from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import edges as deepspeed_edges
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.start.launcher import Process
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -143,17 +141,7 @@ def train_stock_and_ours(rank, names):
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))  # has the module `model`
     on_cpu.prepare()
     plan = build_plan(overlap.SITE, Sizes(pipeline=2))
-    process = Process(
-        rank,
-        world_size=4,
-        local_rank=0,
-        local_world_size=1,
-        master_addr="",  # not read: the ranks are already connected
-        master_port=0,
-        launcher="test",
-    )
-    # The state of holmes in this process: its flags, the emulated cluster and the plan for it.
-    current = session.Session(Options(), process, overlap.SITE, plan, rank)
+    current = on_cpu.session_of(rank, overlap.SITE, plan)
     results = {}
     for name in names:
         steps = SCENES[name].steps

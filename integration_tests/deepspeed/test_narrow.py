@@ -19,7 +19,6 @@ from holmes_ext.patches.deepspeed import edges as deepspeed_edges
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.start.launcher import Process
 from integration_tests.jobs import over_nccl
 
 pytest.importorskip("deepspeed")
@@ -56,7 +55,7 @@ def all_ways(rank):
         plan = build_plan(site, Sizes(2), options=options)
         registry = Registry(deepspeed_edges.PATCHES)
         registry.enable(["deepspeed-edges", "deepspeed-narrow"], required=True, disabled=frozenset())
-        session.set_active(session.Session(options, Process(rank, 2, 0, 1, "", 0, "test"), site, plan, rank))
+        session.set_active(on_cpu.session_of(rank, site, plan, options))
         sent = [0]
         with contextlib.redirect_stdout(io.StringIO()), counting(sent):
             engine = overlap.engine_for({}, {})

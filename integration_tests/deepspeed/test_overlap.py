@@ -27,7 +27,6 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
-from holmes_ext.runtime.start.launcher import Process
 from integration_tests.jobs import some
 
 torch = pytest.importorskip("torch")
@@ -266,7 +265,7 @@ def not_supported(rank):
     deepspeed_reduce._overlaps.clear()
     options = Options(require="overlap", overlap="on")
     plan = build_plan(SITE, Sizes(2), options=options)
-    session.set_active(session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), SITE, plan, rank))
+    session.set_active(on_cpu.session_of(rank, SITE, plan, options))
     try:
         deepspeed_reduce.overlap_of(engine)
         required = ""

@@ -11,14 +11,12 @@ from carriers import ON_GPUS
 from ranks import run_scenes
 
 from holmes_ext.lab.samples import examples
-from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import edges as deepspeed_edges
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
-from holmes_ext.runtime.start.launcher import Process
 
 pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
@@ -51,8 +49,7 @@ def all_scenes(rank, names):
         registry = Registry(deepspeed_edges.PATCHES)
         if passes:
             registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
-        session.set_active(session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), overlap.SITE,
-                                           plan, rank))
+        session.set_active(on_cpu.session_of(rank, overlap.SITE, plan))
         WeightGradients.make = lambda self, one, late=late: late.append(len(self._kept[one])) or make(
             self, one)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:

@@ -22,7 +22,6 @@ from clusters import example
 from ranks import run_scenes
 
 from holmes_ext.lab.samples import examples
-from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
@@ -30,7 +29,6 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import tied
-from holmes_ext.runtime.start.launcher import Process
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -127,17 +125,7 @@ def train_in_three_ways(rank, names):
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))  # has the module `model`
     on_cpu.prepare()
     plan = build_plan(SITE, Sizes(pipeline=2))
-    process = Process(
-        rank,
-        world_size=4,
-        local_rank=0,
-        local_world_size=1,
-        master_addr="",  # not read: the ranks are already connected
-        master_port=0,
-        launcher="test",
-    )
-    # The state of holmes in this process: its flags, the emulated cluster and the plan for it.
-    current = session.Session(Options(), process, SITE, plan, rank)
+    current = on_cpu.session_of(rank, SITE, plan)
     results = {}
     for name in names:
         config, features = SCENES[name]  # DeepSpeed's configuration, and the features of holmes to switch on

@@ -24,7 +24,6 @@ from holmes_ext.plan.traffic import Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
-from holmes_ext.runtime.start.launcher import Process
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
@@ -209,8 +208,7 @@ def hierarchical(rank):
     found = []
     for features in ([], ["nics", "two-level"]):
         here = site(*TWO)
-        current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), here, build_plan(here),
-                                  rank)
+        current = on_cpu.session_of(rank, here, build_plan(here))
         registry = Registry(all_patches())
         if features:
             session.set_active(current)
