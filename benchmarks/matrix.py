@@ -144,7 +144,7 @@ def _create_with_own_torch(row: Row, python: Path, pip_arguments: list[str], sli
     # torch is named again, so that no package replaces it by another version.
     subprocess.run([*install, row.torch, *row.packages, *TOOLS], check=True, env=PIP_ENVIRONMENT)
     if row.torchtitan:
-        # In a folder of its own, outside the import path: only the tests of torchtitan import from it.
+        # torchtitan's folder is not in the import path: only the tests of torchtitan import from it.
         into_folder = ["--no-deps", "--target", str(torchtitan_folder(row))]
         subprocess.run([*install, *into_folder, *row.torchtitan], check=True)
     extend_import_path(row, folder)

@@ -25,18 +25,18 @@ class Row:
     name: str
     kind: str  # the table that shows the row
     packages: tuple[str, ...] = ()  # that pip installs, e.g. "deepspeed==0.18.1"
-    #: What pip installs as torch, e.g. "torch==2.9.1". "": torch, and all that is not in `packages`, are
-    #: those of the environment that runs matrix.py.
+    #: Requirement of torch for pip, e.g. "torch==2.9.1". If it is "", torch and all packages that are not in
+    #: `packages` are taken from the environment that runs matrix.py.
     torch: str = ""
     python: str = ""  # version, e.g. "3.12"; "": the Python that runs matrix.py
     source: str = ""  # tag or branch of the Megatron-LM clone (tests/checkouts.py); "": Megatron is a package
-    features: tuple[str, ...] = ("torch",)  # packages whose features in holmes are counted
+    features: tuple[str, ...] = ("torch",)  # packages; the features of holmes for them are counted
     tests: tuple[str, ...] = ()  # files and options of pytest
     few: tuple[str, ...] = ()  # the same for `make old-versions`: some tests that take minutes
     lab: tuple[str, ...] = ()  # names from SCENES
     nccl: tuple[str, ...] = ()  # tests over NCCL on emulated GPUs, which emulate the runtime of CUDA 13
-    #: torchtitan and its packages. They get a folder of their own, for the reason that
-    #: requirements/torchtitan.txt gives.
+    #: torchtitan and its packages, which are installed into a separate folder (requirements/torchtitan.txt
+    #: gives the reason).
     torchtitan: tuple[str, ...] = ()
 
     def __post_init__(self):

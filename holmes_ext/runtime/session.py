@@ -45,7 +45,7 @@ class Session:
     #: summed gradients; micro-batches in flight of every stage, () under the framework's own schedule.
     reductions: dict[tuple[int, ...], DoneReduction] = field(default_factory=dict)
     in_flight: tuple[int, ...] = ()
-    #: Whether the framework reduces gradients by itself and holmes has printed so, as with ZeRO 3.
+    #: True with ZeRO 3: DeepSpeed reduces the gradients by itself, whatever the plan says.
     keeps_own_reduction: bool = False
     #: The plan that was decided again of what the job measured of its sums (runtime/adapt); None before.
     learned: Plan | None = None

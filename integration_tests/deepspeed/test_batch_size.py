@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """Training steps whose batches may differ, and those of them that run DeepSpeed's own schedule."""
+    """A training run with batches of different sizes, and the steps expected to use DeepSpeed's schedule."""
 
     steps: list[Step]
     #: Numbers (from 0) of the steps in which holmes lets the engine run its own schedule, because the shapes

@@ -68,7 +68,7 @@ def happen(two_clusters, fault: Fault, plan: str):
         elif fault.undo_during and re.search(fault.undo_during, line):
             changes.undo()
 
-    # What the job does to its own ranks, such as killing one. "{plan}" stands for the path of the plan.json.
+    # Faults that the job causes in its ranks, such as killing one. "{plan}" stands for the path of plan.json.
     failing_ranks = json.loads(json.dumps(fault.ranks).replace("{plan}", plan))
     flags = ["--holmes-cluster", str(CLUSTER), "--holmes-sizes", "pipeline=2", *fault.flags]
     command = (TINY, json.dumps({"ranks": failing_ranks, "flags": flags, "env": fault.env}))

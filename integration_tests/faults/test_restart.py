@@ -130,7 +130,7 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
         elif fault.undo_during and re.search(fault.undo_during, line):
             changes.undo()
 
-    # What train.py does to its own ranks: which of them it kills or stops, and when in the third step.
+    # Ranks that train.py kills or stops, each with the moment in the third step.
     # OF_ENGINE maps the moment named in the table of faults to one of this job, such as "reduce".
     failing_ranks = {rank: {**failure, "when": OF_ENGINE[failure["when"]]}
                      for rank, failure in fault.ranks.items()}

@@ -181,7 +181,7 @@ def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str,
 
 
 def torchtitan(folder: Path, way: str, ranks: int) -> Command:
-    """Return the command of a torchtitan job, whose runs all start with the same weights.
+    """Return the command of a torchtitan job. All runs of the job start with the same weights.
 
     The weights are in torchtitan's seed checkpoint, which this function makes on the CPU. The losses are read
     from TensorBoard files, because torchtitan prints only five decimals.
@@ -208,7 +208,7 @@ def torchtitan(folder: Path, way: str, ranks: int) -> Command:
     assert seed.returncode == 0, seed.stderr[-3000:]
 
     def read(result: RunResult, log: Path) -> list[float]:
-        # In a process of its own: tensorboard is in torchtitan's folder, and not in that of the tests.
+        # A separate process reads the file, because tensorboard is installed in torchtitan's folder only.
         program = ("import json, sys; from tensorboard.backend.event_processing.event_accumulator import *\n"
                    "log = EventAccumulator(sys.argv[1]); log.Reload()\n"
                    "print(json.dumps([one.value for one in log.Scalars('loss_metrics/global_avg_loss')]))")

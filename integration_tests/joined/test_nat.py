@@ -19,7 +19,7 @@ STEPS = 24
 
 
 def train(directory, cut, *flags):
-    """Train two jobs that regularly average their weights, each on an emulated node of its own.
+    """Train two jobs that regularly average their weights, each on another emulated node.
 
     Args:
         cut: Whether packets between the nodes of the two jobs are dropped. Both still reach the coordinator.

@@ -104,7 +104,7 @@ def splits(request):
     elif is_exhaustive:
         wanted = SPLITS | HEAVY
     else:
-        # LONGER: names of splits whose parts are also in other splits
+        # The splits in LONGER are left out: other splits have their parts, too.
         wanted = {name: flags for name, flags in SPLITS.items() if name not in LONGER}
 
     unsupported = []

@@ -101,8 +101,8 @@ class Checkout:
             "DS_ACCELERATOR": "cpu",  # read by DeepSpeed
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron requires it for --sequence-parallel
             "TORCHDYNAMO_DISABLE": "1",
-            # A folder of its own for DeepSpeed's compiled extensions. A job that is ended while it compiles
-            # one leaves a lock file; in the user's cache, later jobs would wait for it without end.
+            # DeepSpeed compiles its extensions into this folder, not into the user's cache. A job that is
+            # ended while it compiles leaves a lock file, for which later jobs would wait without end.
             "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         }
         rebase = self.folder / "examples_deepspeed" / "rebase"  # has GPT-2's vocabulary

@@ -170,7 +170,7 @@ def _missing_reduction(current: Session) -> str:
     if not is_overlap_expected and not is_two_level_expected:
         return ""  # the plan leaves the reduction to the framework
     if current.keeps_own_reduction:
-        return ""  # holmes has printed that the framework reduces by itself
+        return ""  # ZeRO 3: two_level.py has printed that DeepSpeed reduces by itself
     is_recorded = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
     # The data- and context-parallel ranks, over which this rank's gradients are reduced.
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}

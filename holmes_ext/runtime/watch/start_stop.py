@@ -125,7 +125,7 @@ def hook_optimizers(recorder: telemetry.Recorder) -> None:
         if counter.ends_step(stepped_optimizer):
             recorder.step_done("optimizer")  # "optimizer" is the source of this count
 
-    # unhook_optimizers() removes what is in this list.
+    # unhook_optimizers() removes the hooks in this list.
     _Running.hooks.append(optimizer.register_optimizer_step_pre_hook(before_step))
     _Running.hooks.append(optimizer.register_optimizer_step_post_hook(after_step))
 
@@ -151,7 +151,7 @@ def compare_with_plan(current: Session) -> None:
         if counter.ends_step(stepped_optimizer):
             comparison.step_done()
 
-    # unhook_optimizers() removes what is in this list.
+    # unhook_optimizers() removes the hooks in this list.
     _Running.hooks.append(optimizer.register_optimizer_step_post_hook(after_step))
 
 
