@@ -23,6 +23,9 @@ PASSES = _of("torch-passes", option="passes", idle=("1f1b",), versions="torch>=2
              what="torch's pipelining: passes as the plan lists them")
 PIPELINING = _of("pipelining",
                  what="torch's pipelining: stages on their fabric, reductions do not hold them up")
+LATE_START = Feature("late-start", "torch>=2.15", tried=("2.15.0",),
+    only_by="holmes_ext.initialize_model_parallel",
+    what="init_process_group leaves NCCL's first communicator to the first operation")
 
 #: What torch's own ways to train do, for the plan.
 _SIZES = "tensor", "context", "expert", "pipeline", "virtual"

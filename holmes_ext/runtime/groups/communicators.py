@@ -62,9 +62,11 @@ def can_postpone(backend: str) -> bool:
 
     nccl2 and nccl-lazy have it since torch 2.15. nccl-legacy ignores it, since it always postpones.
     """
-    from torch.distributed import ProcessGroupNCCL
+    import torch.distributed as dist
 
-    torch_has_option = hasattr(ProcessGroupNCCL.Options(), "lazy_init")
+    if not hasattr(dist, "ProcessGroupNCCL"):  # torch was built without NCCL
+        return False
+    torch_has_option = hasattr(dist.ProcessGroupNCCL.Options(), "lazy_init")
     return torch_has_option and traits_of(backend).connects is Connect.WITH_GROUP
 
 
