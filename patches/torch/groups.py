@@ -122,15 +122,19 @@ def _give_group_its_nic(
     backend_names = set(backends(str(backend)).values())  # {"gloo", "nccl"} of "cpu:gloo,cuda:nccl"
     _check_backend(current, backend_named(str(backend)))
     current.backends |= backend_names  # read by _destroy_after_gloo_threads()
-    description = str(group_desc or "")
+    new_arguments = {}
     if nccl_backend:
-        options = _nccl_options(current, ranks, nccl_backend, options, timeout, description=description)
+        name = _communicator_name(current, ranks, str(group_desc or ""))
+        options = _nccl_options(current, ranks, nccl_backend, options, timeout, name)
         if is_postponed:
             options = with_lazy_init(options)
+        if traits_of(nccl_backend).binds_device:
+            # nccl2 names a communicator after its group, and overwrites comm_name in the options.
+            new_arguments["group_name"] = f"{name}:{group_name}"
     if "gloo" in backend_names:
         forget_before_exit()  # registers a wait for gloo's threads at the interpreter's exit
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
-        new_group = call(**{options_name: options})
+        new_group = call(**{options_name: options}, **new_arguments)
     # Note the group and its network, for the job's report.
     _record(current, str(group_desc or group_name), ranks, backend_named(str(backend)), options)
     return new_group
@@ -161,14 +165,9 @@ def _give_split_group_its_nic(
     # Since torch 2.15, `backend` can select some of the parent's backends.
     backend_name = backend_named(str(backend)) if backend else backend_of(parent)
     if traits_of(backend_name).is_nccl:
+        name = _communicator_name(current, ranks, group_desc or "")
         pg_options = _nccl_options(
-            current,
-            ranks,
-            backend_name,
-            pg_options,
-            timeout,
-            parent_options=options_of(parent),
-            description=group_desc or "",
+            current, ranks, backend_name, pg_options, timeout, name, parent_options=options_of(parent)
         )
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(pg_options=pg_options)
@@ -341,8 +340,8 @@ def _nccl_options(
     backend: str,
     program_options: Any,
     timeout: timedelta | None,
+    name: str,
     parent_options: Any = None,
-    description: str = "",
 ) -> Any:
     """Return the options of an NCCL group, whose net_name is the network that holmes's plan assigns to it.
 
@@ -350,8 +349,8 @@ def _nccl_options(
         ranks: The group's ranks.
         backend: "nccl" or another name of NCCL, such as "nccl2".
         program_options: Options that the program gave for the group, or None.
+        name: Name of the communicator for NCCL's logs.
         parent_options: If the group is split from another group: the options of the other group.
-        description: The program's description of the group (group_desc); "" if there is none.
 
     Raises:
         HolmesError: a configuration file of NCCL forces another network.
@@ -374,7 +373,7 @@ def _nccl_options(
         ProcessGroupNCCL.Options,
         timeout,
         parent_options,
-        comm_name=_communicator_name(current, ranks, description),
+        comm_name=name,
     )
 
 
