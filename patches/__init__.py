@@ -16,7 +16,9 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "torch": ("groups", "late_start", "ddp", "fsdp", "passes", "pipelining", "joined", "telemetry"),
+    "torch": (
+        "groups", "messages", "late_start", "ddp", "fsdp", "passes", "pipelining", "joined", "telemetry",
+    ),
     "deepspeed": (
         "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),

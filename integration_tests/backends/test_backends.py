@@ -17,6 +17,7 @@ from integration_tests.rows.jobs import JOBS
 pytestmark = [gpu_only, pytest.mark.over_nccl, pytest.mark.timeout(1800)]
 
 WITH_BACKEND = str(ROOT / "integration_tests" / "backends" / "with_backend.py")
+MESSAGES = str(ROOT / "integration_tests" / "backends" / "messages.py")
 #: Name of an engine -> name of its job among those of README's table.
 ENGINES = {
     "ddp": "DDP",
@@ -122,6 +123,19 @@ def test_losses_are_stocks_and_groups_use_their_networks(
     reported = {(row["kind"], row["where"], row["fabric"]) for row in runs.report_json["rows"]}
     assert reported >= {(group.kind, group.where, group.fabric) for group in runs.job.groups}
     assert runs.report_json["done"]["differences"] == []
+
+
+@pytest.mark.skipif(not has_new_backends(), reason="nccl-lazy is new in torch 2.15")
+def test_a_message_inside_a_cluster_uses_the_network_of_the_cluster(two_clusters):
+    """nccl-lazy makes a communicator for two ranks, with the network of the whole group: here Ethernet."""
+    before = two_clusters.lab.counters()
+    ranks = two_clusters.json(two_clusters.run(MESSAGES, *two_clusters.holmes))
+    assert [rank["is_right"] for rank in ranks] == [True] * 4
+    for node, nics in two_clusters.sent(before).items():
+        sends = node in ("a0", "b0")  # each sends 8 MB to the other node of its cluster
+        fast_mb = max(mb for nic, mb in nics.items() if nic != "eth0")
+        assert (fast_mb > 8) is sends, (node, nics)
+        assert nics["eth0"] < 1, (node, nics)
 
 
 @full
