@@ -94,8 +94,8 @@ def gpus() -> Gpus | PhysicalGpu:
 def skip_without_nccl_source() -> None:
     """Skip the test if no source of NCCL is found. Emulated GPUs need a library that is compiled from it.
 
-    If the environment variable HOLMES_NCCL_SOURCE names a source that does not exist, the test is not skipped:
-    the build then fails with a message.
+    If the environment variable HOLMES_NCCL_SOURCE is set, the test is not skipped. Where it names no source,
+    the build fails with a message.
     """
     if os.environ.get(nccl_source.VARIABLE):  # "HOLMES_NCCL_SOURCE"
         return
