@@ -98,7 +98,7 @@ def watch_nics(patience_s: float) -> None:
 
 def unwatch_nics() -> None:
     if _Running.nics is not None:
-        _Running.nics.ended.set()
+        _Running.nics.stop()
     _Running.nics = None
 
 
