@@ -15,7 +15,7 @@ from pathlib import Path
 from holmes_ext.errors import HolmesError
 
 #: (torch, CUDA) with which the emulated GPU was tried.
-TRIED = (("2.13", 13),)
+TRIED = (("2.13", 13), ("2.15", 13))
 #: "1": run with others, too.
 UNTRIED = "HOLMES_GPU_UNTRIED"
 

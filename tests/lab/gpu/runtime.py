@@ -326,6 +326,52 @@ def races(gpu: Gpu) -> object:
     return found
 
 
+def graph_memory(gpu: Gpu) -> object:
+    """Return the status and the value of each cudaGraphMemAttributeType, and the status of a reset."""
+    answers = []
+    for attribute in range(4):
+        value = ctypes.c_uint64(77)
+        status = gpu.call("cudaDeviceGetGraphMemAttribute", 0, attribute, ctypes.byref(value))
+        answers.append([status, value.value])
+    zero = ctypes.c_uint64(0)
+    reset = gpu.call("cudaDeviceSetGraphMemAttribute", 0, 1, ctypes.byref(zero))
+    return [answers, reset]
+
+
+def device_code_and_graphs(gpu: Gpu) -> object:
+    """Return the error of each function that torch 2.15 links, and that needs device code or CUDA graphs."""
+    names = (
+        "cudaLibraryLoadFromFile",
+        "cudaLibraryGetGlobal",
+        "cudaLibraryGetKernelCount",
+        "cudaLibraryGetManaged",
+        "cudaLibraryGetUnifiedFunction",
+        "cudaUserObjectRelease",
+    )
+    gpu.cuda.cudaGetErrorString.restype = ctypes.c_char_p
+    return {name: gpu.cuda.cudaGetErrorString(gpu.call(name)).decode() for name in names}
+
+
+def pci_info(gpu: Gpu) -> object:
+    """Return the bus ids that nvmlDeviceGetPciInfo_v3 writes, and the bytes after the 52nd of the struct.
+
+    NCCL 2.30 passes a struct of 52 bytes. The bytes after it are filled with "x" before the call.
+    """
+    struct_bytes = 52
+    bytes_after = 16
+    nvml = ctypes.CDLL(str(Path(sys.argv[1]).with_name("libnvidia-ml.so.1")))
+    handle = ctypes.c_void_p()
+    assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) == 0
+    struct = ctypes.create_string_buffer(b"x" * (struct_bytes + bytes_after), struct_bytes + bytes_after)
+    assert nvml.nvmlDeviceGetPciInfo_v3(handle, struct) == 0
+    bus_id = ctypes.create_string_buffer(16)
+    assert gpu.call("cudaDeviceGetPCIBusId", bus_id, 16, 0) == 0
+    legacy_bus_id = struct.raw[:16].split(b"\0")[0]
+    nvml_bus_id = struct.raw[36:struct_bytes].split(b"\0")[0]
+    after_struct = struct.raw[struct_bytes:]
+    return [text.decode() for text in (bus_id.value, legacy_bus_id, nvml_bus_id, after_struct)]
+
+
 def told() -> int:
     """Missing waits so far."""
     file = Path(os.environ["HOLMES_GPU_WATCH"], "rank0.races")

@@ -177,7 +177,7 @@ def python_with(folder, version, cuda):
 @pytest.mark.parametrize("version, cuda, said", [
     ("2.13.0+cpu", None, r"\(2.13.0\+cpu\) is built for the CPU only; install its CUDA build"),
     ("2.5.1", "12.4",
-     "torch 2.5.1 with CUDA 12.4 was not tried, only 2.13 with CUDA 13. HOLMES_GPU_UNTRIED=1"),
+     "torch 2.5.1 with CUDA 12.4 was not tried, only 2.13 with CUDA 13 and 2.15 with CUDA 13. HOLMES_GPU_UNTRIED=1"),
 ])
 def test_a_torch_that_will_not_do(tmp_path, monkeypatch, version, cuda, said):
     monkeypatch.delenv(torch_build.UNTRIED, raising=False)

@@ -125,3 +125,23 @@ def test_memory_is_given_back(scene):
     used, refused, again, same, bad = scene("memory", HOLMES_GPU_MEMORY_MB="64")
     assert (used, again, same) == (3 << 20, 0, True)
     assert refused == 2 and bad == 1
+
+
+def test_cuda_graphs_own_no_memory(scene):
+    """torch 2.15 asks for the memory of CUDA graphs. It is 0, because CUDA graphs are not emulated."""
+    assert scene("graph_memory") == [[[0, 0]] * 4, 0]
+
+
+def test_functions_of_torch_2_15_that_are_not_emulated_say_so(scene):
+    """Each function exists, because torch would not load without it, and its error contains its name."""
+    errors = scene("device_code_and_graphs")
+    assert len(errors) == 6
+    for name, error in errors.items():
+        assert f"{name}: " in error and "not emulated" in error
+
+
+def test_pci_info_fits_into_the_struct_of_nccl_2_30(scene):
+    """nvmlDeviceGetPciInfo_v3 writes the bus id that CUDA reports, and nothing after the first 52 bytes."""
+    bus_id, legacy_bus_id, nvml_bus_id, after_struct = scene("pci_info")
+    assert bus_id == legacy_bus_id == nvml_bus_id
+    assert after_struct == "x" * 16

@@ -14,11 +14,15 @@ enum Return { kSuccess = 0, kInvalidArgument = 2, kNotSupported = 3, kNotFound =
 // A device's handle is its number plus 1.
 using Device = intptr_t;
 
-struct PciInfo {  // nvmlPciInfo_t, version 3
+// The start of nvmlPciInfo_t, version 3. NVIDIA's struct has 68 bytes, because its bus_id has 32. NCCL 2.30
+// passes a struct of 52 bytes to nvmlDeviceGetPciInfo_v3 (src/include/nvmlwrap.h, src/graph/xml.cc), so that
+// function writes no byte after the 52nd.
+struct PciInfo {
   char old_bus_id[16];
   unsigned domain, bus, device, pci_device, pci_subsystem;
-  char bus_id[32];
+  char bus_id[16];
 };
+static_assert(sizeof(PciInfo) == 52);
 
 int count() { return static_cast<int>(egpuSetting("COUNT", 1)); }
 
@@ -75,7 +79,8 @@ int nvmlDeviceGetPciInfo_v3(Device device, PciInfo* info) {
   memset(info, 0, sizeof *info);
   info->bus = EGPU_FIRST_BUS + static_cast<unsigned>(device - 1);
   snprintf(info->old_bus_id, sizeof info->old_bus_id, "0000:%02X:00.0", info->bus);
-  snprintf(info->bus_id, sizeof info->bus_id, "00000000:%02X:00.0", info->bus);
+  // NVIDIA writes the domain with 8 digits. They do not fit into 16 bytes.
+  snprintf(info->bus_id, sizeof info->bus_id, "0000:%02X:00.0", info->bus);
   return kSuccess;
 }
 

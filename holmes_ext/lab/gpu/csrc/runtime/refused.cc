@@ -42,6 +42,17 @@ cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t stream, enum cudaStreamCapt
   return cudaStreamIsCapturing(stream, status);
 }
 
+// Graphs own no memory. torch 2.15 asks for it when it counts the memory of a device.
+cudaError_t cudaDeviceGetGraphMemAttribute(int, enum cudaGraphMemAttributeType, void* value) {
+  *static_cast<uint64_t*>(value) = 0;
+  return result(cudaSuccess);
+}
+
+// All that can be set is the high-water mark, back to 0.
+cudaError_t cudaDeviceSetGraphMemAttribute(int, enum cudaGraphMemAttributeType, void*) {
+  return result(cudaSuccess);
+}
+
 #define NO_GRAPHS \
   "CUDA graphs are not emulated; run without them (--cuda-graph-impl none, torch.compile mode \"default\")"
 
@@ -77,11 +88,17 @@ REFUSED(cudaGraphNodeGetDependencies, NO_GRAPHS)
 REFUSED(cudaGraphNodeGetDependencies_v2, NO_GRAPHS)
 REFUSED(cudaGraphRetainUserObject, NO_GRAPHS)
 REFUSED(cudaUserObjectCreate, NO_GRAPHS)
+REFUSED(cudaUserObjectRelease, NO_GRAPHS)
 REFUSED(cudaIpcGetEventHandle, "events of other processes are not emulated")
 REFUSED(cudaIpcOpenEventHandle, "events of other processes are not emulated")
 REFUSED(cudaMemcpyToSymbol, "variables of device code are not emulated")
 REFUSED(cudaGetSymbolAddress, "variables of device code are not emulated")
 REFUSED(cudaLibraryLoadData, "device code is not emulated")
+REFUSED(cudaLibraryLoadFromFile, "device code is not emulated")
+REFUSED(cudaLibraryGetGlobal, "device code is not emulated")
 REFUSED(cudaLibraryGetKernel, "device code is not emulated")
+REFUSED(cudaLibraryGetKernelCount, "device code is not emulated")
+REFUSED(cudaLibraryGetManaged, "device code is not emulated")
+REFUSED(cudaLibraryGetUnifiedFunction, "device code is not emulated")
 REFUSED(cudaLibraryUnload, "device code is not emulated")
 REFUSED(cudaKernelSetAttributeForDevice, "device code is not emulated")
