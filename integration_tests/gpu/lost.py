@@ -17,6 +17,13 @@ LOOK_S = 3.0
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
+def wait_for_all_ranks(store: dist.Store, name: str) -> None:
+    """Wait until all ranks have called this function with the same name. NCCL is not used."""
+    if store.add(f"{name}/count", 1) == int(os.environ["WORLD_SIZE"]):
+        store.set(f"{name}/all", "")
+    store.wait([f"{name}/all"])
+
+
 def start_operation(group: dist.ProcessGroup) -> None:
     """Start an all-reduce that does not end, because rank 0 never joins it."""
     if dist.get_rank() != 0:
@@ -65,7 +72,10 @@ if __name__ == "__main__":
     all_ranks = dist.new_group(list(range(dist.get_world_size())))
     dist.all_reduce(torch.ones(1000, device=DEVICE), group=all_ranks)
     torch.cuda.synchronize()
+    store = dist.distributed_c10d._get_default_store()  # lives on when all groups are aborted
+    wait_for_all_ranks(store, "start")
     scene(all_ranks)
     time.sleep(LOOK_S)
     print("survived", flush=True)
+    wait_for_all_ranks(store, "end")
     os._exit(0)  # destroy_process_group would wait for the operation that rank 0 never joins

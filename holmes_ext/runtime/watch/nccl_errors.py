@@ -49,7 +49,7 @@ def nccl_failures() -> list[NcclFailure]:
     Groups that the program has aborted by itself are left out. Before torch 2.7 no failure is found.
     """
     failures = []
-    for group, backend in _cuda_backends():
+    for group, backend in cuda_backends():
         get_error = getattr(backend, "get_error", None)
         if get_error is None or group in _aborted:
             continue
@@ -66,7 +66,7 @@ def note_abort(group: Any) -> None:
 
 def note_abort_of_backend(backend: Any) -> None:
     """Note that the program aborts the backend of a process group by itself (see note_abort)."""
-    for group, cuda_backend in _cuda_backends():
+    for group, cuda_backend in cuda_backends():
         if cuda_backend is backend:
             note_abort(group)
 
@@ -120,7 +120,7 @@ def _on_failure() -> None:
 
 def _unregister_abort_hooks() -> None:
     """Remove holmes's hooks from torch: while the interpreter ends, torch's threads must not call Python."""
-    for _group, backend in _cuda_backends():
+    for _group, backend in cuda_backends():
         unregister = getattr(backend, "unregister_abort_hook", None)
         if unregister is None:
             continue
@@ -130,7 +130,7 @@ def _unregister_abort_hooks() -> None:
             continue
 
 
-def _cuda_backends() -> Iterator[tuple[Any, Any]]:
+def cuda_backends() -> Iterator[tuple[Any, Any]]:
     """Yield each process group of this rank that has a backend for tensors on GPUs, and this backend."""
     import torch
     import torch.distributed as dist

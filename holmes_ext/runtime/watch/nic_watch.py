@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from holmes_ext.cluster.site import Port
 from holmes_ext.runtime import session
-from holmes_ext.runtime.watch import nccl_errors, nics
+from holmes_ext.runtime.watch import flight_recorder, nccl_errors, nics
 from holmes_ext.runtime.watch.failure import describe_nccl_failure, me, with_first
 
 INTERVAL_S = 1.0
@@ -103,8 +103,10 @@ class NicWatch:
     def report_nccl_failure(self) -> None:
         """Print a line if NCCL has failed in a process group of this rank.
 
+        A second line says where torch's flight recorder writes what the ranks did before.
+
         Only the first failure is printed. The thread of this watch and threads of torch may call this method
-        at the same time. The method returns when the line is printed, since torch may then end the process.
+        at the same time. The method returns when the lines are printed, since torch may then end the process.
         """
         with self._report_lock:
             if self._has_reported_failure:
@@ -113,6 +115,16 @@ class NicWatch:
             if line:
                 self._has_reported_failure = True
                 _tell(line)
+                self._tell_of_dump()
+
+    def _tell_of_dump(self) -> None:
+        """Print where torch's flight recorder writes the last operations of this rank, if it does."""
+        current = session.active()
+        if current is None:
+            return
+        hint = flight_recorder.dump_hint(current.rank)
+        if hint:
+            _tell(hint)
 
     def _tell_once(self, current: session.Session, line: str) -> None:
         """For each node."""
