@@ -16,7 +16,10 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "torch": ("groups", "ddp", "fsdp", "passes", "pipelining", "joined", "telemetry", "failures"),
+    "torch": (
+        "groups", "late_start", "shrink", "torchcomms", "ddp", "fsdp", "passes", "pipelining", "joined",
+        "telemetry", "failures",
+    ),
     "deepspeed": (
         "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
     ),

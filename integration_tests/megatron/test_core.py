@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from carriers import ON_GPUS, PHYSICAL, gpu_only
+from carriers import ON_GPUS, PHYSICAL, gloo_only, gpu_only
 from packaging.version import Version
 
 from holmes_ext.cluster.site import site_from_spec
@@ -196,7 +196,9 @@ def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
     stock, holmes = both[0][0], both[1][0]
     assert stock["pipeline 2"]["buckets"] == {str(rank): [0] for rank in range(4)}
     assert all(count > 2 for (count,) in holmes["pipeline 2"]["buckets"].values()), holmes["pipeline 2"]
-    assert stock["overlap"]["buckets"]["2"] == [1] and holmes["overlap"]["buckets"]["2"][0] > 2
+    if "overlap" in stock:  # not among the few splits that run over NCCL
+        assert stock["overlap"]["buckets"]["2"] == [1]
+        assert holmes["overlap"]["buckets"]["2"][0] > 2
     # Nothing is reduced with four stages; a distributed optimizer's buckets stay unless the user says
     # --holmes-overlap on: checkpoints may depend on them.
     for own in {"pipeline 4", "distributed optimizer"} & stock.keys():
@@ -204,6 +206,7 @@ def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
 
 
 @full
+@gloo_only  # stock cannot resume its distributed optimizer on a GPU without Apex or Transformer Engine
 def test_the_distributed_optimizer_and_experts_overlap_when_told_to(two_clusters, tmp_path):
     """--holmes-overlap on: the same losses, also of a resumed job, with buckets that need no padding and
     weights gathered under way."""
@@ -255,16 +258,17 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
         activations = steps * micro_batches * 2 * 32 * hidden * 4 / 1e6
         edges = name == "batched" and INSTALLED >= Version("0.14")
         group = "pipeline activations" if edges else "pipeline pair"  # of hidden edges; interleaved: p2p's
-        assert re.search(rf"group {group} \[0,1\] gloo: \S+ via ib0", output)
-        assert re.search(rf"{group} \[2,3\] gloo: \S+ via roce0", output)
+        backend = "nccl" if ON_GPUS else "gloo"
+        assert re.search(rf"group {group} \[0,1\] {backend}: \S+ via ib0", output)
+        assert re.search(rf"{group} \[2,3\] {backend}: \S+ via roce0", output)
         for node in ("a0", "b1"):  # the ends of a plain pipeline: one neighbour, inside the cluster
             assert fast(sent[node]) > activations, (name, node, sent[node])
             if name == "batched":
                 assert sent[node]["eth0"] < 0.5 * activations, (name, node, sent[node])
         losses[name] = losses_of(done["chain"])
     assert losses["batched"] == pytest.approx(losses["unbatched"], abs=1e-6)
-    assert re.search(r"group pipeline twin \[0,1\] gloo: \S+ via ib0", output)
-    assert re.search(r"twin \[2,3\] gloo: \S+ via roce0", output)
+    assert re.search(rf"group pipeline twin \[0,1\] {backend}: \S+ via ib0", output)
+    assert re.search(rf"twin \[2,3\] {backend}: \S+ via roce0", output)
 
 
 def plan_of(two_clusters, directory, stage_layers):

@@ -71,6 +71,8 @@ class Feature:
     read: tuple[str, ...] = ()  # versions whose source was compared only, without a run
     binding: bool = False  # whether the job ends if the framework is imported and a patch does not fit it
     what: str = ""  # what the feature does for the user, in a few words
+    #: The function of holmes_ext that switches the feature on when a program uses it, instead of an option.
+    only_by: str = ""
 
     def __post_init__(self):
         Requirement(self.versions)  # raises InvalidRequirement, a ValueError, if the range is malformed
@@ -83,11 +85,15 @@ class Feature:
         return installed_version(self.requirement.name)
 
     def asked_for(self, options: Options) -> bool:
+        if self.only_by:
+            return False
         return not self.option or getattr(options, self.option) not in self.idle
 
     @property
     def asked_by(self) -> str:
-        """Options that switch the feature on, e.g. "--holmes-overlap auto or on"; "" if every job uses it."""
+        """What switches the feature on, e.g. "--holmes-overlap auto or on"; "" if every job uses it."""
+        if self.only_by:
+            return self.only_by
         values = [value for value in CHOICES.get(self.option, ()) if value not in self.idle]
         return " ".join([flag(self.option), " or ".join(values)]).strip() if self.option else ""
 

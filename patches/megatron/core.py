@@ -21,15 +21,19 @@ from importlib.util import find_spec
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches import registry
 from holmes_ext.patches.engine.call import arguments_of
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
 from holmes_ext.patches.megatron.features import GROUPS, LAYERS
+from holmes_ext.patches.torch.features import LATE_START
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backends, timeout_of
+from holmes_ext.runtime.groups import communicators
+from holmes_ext.runtime.groups.backend import nccl_backend_in, timeout_of
+from holmes_ext.runtime.groups.backend_table import traits_of
 from holmes_ext.runtime.groups.grid import check_grid, say, tell
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.refusal import told_once
@@ -125,7 +129,9 @@ def _initialize(current, call, instance):
     job.sizes = None  # forget the sizes of an earlier call
     if _is_plannable(arguments):
         job.sizes = _checked_sizes(current, arguments)  # other modules of patches/megatron read job.sizes
-    result = call()
+    # Megatron makes many groups and uses few of them. A communicator occupies memory of the GPU.
+    with communicators.postponed():
+        result = call()
     if arguments["pipeline_model_parallel_size"] > 1:
         _make_neighbour_groups()
     return result
@@ -167,6 +173,8 @@ def _make_neighbour_groups() -> None:
 
 #: The way out in error messages about a call of holmes_ext.initialize_model_parallel that comes too late.
 _ENABLE_EARLIER = "call holmes_ext.enable() before init_process_group, or start with --holmes"
+#: Another way out, which keeps init_process_group of torch 2.15 from making a communicator (late_start.py).
+_IMPORT_EARLIER = "write `from holmes_ext import initialize_model_parallel` above init_process_group"
 
 
 @functools.cache
@@ -175,6 +183,9 @@ def drop_in(enable: Callable[..., None]):
 
     The returned function has the signature of megatron-core's initialize_model_parallel and calls it. If
     holmes is still off, the returned function first switches it on.
+
+    Before init_process_group, this function lets torch 2.15 postpone the communicator of the default process
+    group (patches/torch/late_start.py). Otherwise holmes could not be switched on afterwards.
 
     Args:
         enable: holmes_ext.enable, which switches holmes on.
@@ -187,6 +198,10 @@ def drop_in(enable: Callable[..., None]):
     except ImportError as error:
         raise HolmesError("initialize_model_parallel needs megatron-core, which cannot be imported here "
                           f"({error})") from None
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        registry().enable([LATE_START.name])
 
     @functools.wraps(parallel_state.initialize_model_parallel)
     def initialize_model_parallel(*args, **kwargs):
@@ -248,22 +263,42 @@ def _init_arguments(world: Any) -> dict[str, Any]:
 
     backend = dist.get_backend(world)
     arguments: dict[str, Any] = {"backend": backend}
-    uses_nccl = "nccl" in backends(backend).values()  # a backend such as "cpu:gloo,cuda:nccl" has several
-    if uses_nccl:
+    nccl_backend = nccl_backend_in(backend)  # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if there is none
+    if nccl_backend:
         nccl = world._get_backend(torch.device("cuda"))
-        has_communicator = world.bound_device_id is not None or nccl._is_initialized()
-        if has_communicator:
+        if _has_communicator(world, nccl, nccl_backend):
+            way_out = _ENABLE_EARLIER
+            if communicators.can_postpone(nccl_backend):
+                way_out = f"{_IMPORT_EARLIER}, {_ENABLE_EARLIER}"
             raise HolmesError(
                 "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
-                "device_id of init_process_group, or for a collective since), and chosen its devices for the "
-                f"whole process; {_ENABLE_EARLIER}")
-        arguments["pg_options"] = nccl.options
+                "init_process_group, or for a collective since), and chosen its devices for the "
+                f"whole process; {way_out}")
+        options = nccl.options
+        if hasattr(options, "lazy_init"):
+            options.lazy_init = False  # late_start.py has set it, for the old group only
+        arguments["pg_options"] = options
     timeout = timeout_of(world)
     if timeout is not None:
         arguments["timeout"] = timeout
     if world.bound_device_id is not None:
         arguments["device_id"] = world.bound_device_id
     return arguments
+
+
+def _has_communicator(world: Any, nccl: Any, backend: str) -> bool:
+    """Return whether the default process group has an NCCL communicator.
+
+    Args:
+        world: The default process group.
+        nccl: NCCL's part of it, torch's ProcessGroupNCCL or ProcessGroupNCCL2.
+        backend: The name of NCCL's backend, e.g. "nccl2".
+    """
+    if traits_of(backend).binds_device:
+        # With lazy_init, torch can split the group only after its communicator was made.
+        is_lazy = getattr(nccl.options, "lazy_init", False)
+        return not is_lazy or nccl.supports_splitting
+    return world.bound_device_id is not None or nccl._is_initialized()
 
 
 #: Fields of TransformerConfig, besides the layout, by which a program splits the layers over the stages. Each

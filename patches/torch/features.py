@@ -21,12 +21,19 @@ FAILURES = Feature(
     "nccl-failures", "torch>=2.7", tried=("2.13.0", "2.15.0"), read=("2.7.1", "2.10.0", "2.14.1"),
     what="failures of NCCL are reported before torch ends the process",
 )  # fmt: skip
+CHANGED_GROUPS = Feature(
+    "changed-groups", "torch>=2.10", tried=("2.13.0", "2.15.0"), read=("2.10.0", "2.14.1"),
+    what="groups that lose or change their ranks keep a planned network",
+)  # fmt: skip
 DDP_HOOK = _of("ddp", what="DistributedDataParallel sums in two levels across clusters")
 FSDP = _of("fsdp", what="FSDP: reports what sharding costs; hybrid sharding")
 PASSES = _of("torch-passes", option="passes", idle=("1f1b",), versions="torch>=2.8", tried=_TRIED[2:],
              what="torch's pipelining: passes as the plan lists them")
 PIPELINING = _of("pipelining",
                  what="torch's pipelining: stages on their fabric, reductions do not hold them up")
+LATE_START = Feature("late-start", "torch>=2.15", tried=("2.15.0",),
+    only_by="holmes_ext.initialize_model_parallel",
+    what="init_process_group leaves NCCL's first communicator to the first operation")
 
 #: What torch's own ways to train do, for the plan.
 _SIZES = "tensor", "context", "expert", "pipeline", "virtual"

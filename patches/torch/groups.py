@@ -22,8 +22,19 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
-from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, options_of
+from holmes_ext.runtime.groups import communicators
+from holmes_ext.runtime.groups.backend import (
+    backend_named,
+    backend_of,
+    backends,
+    nccl_backend_in,
+    options_of,
+)
+from holmes_ext.runtime.groups.backend_table import traits_of
 from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_forget
+from holmes_ext.runtime.groups.communicators import with_lazy_init
+from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.groups.kinds import kind_of
 from holmes_ext.runtime.groups.transport import as_made, gloo_interface, nccl_options, refuse_forced
 from holmes_ext.runtime.session import GroupRecord, Session
 from holmes_ext.runtime.start.refusal import told_once
@@ -91,8 +102,6 @@ def _give_group_its_nic(
         ranks = tuple(range(current.plan.world_size))
     else:
         ranks = tuple(global_ranks_in_group)
-    if current.rank not in ranks:
-        return call()  # this rank is no member of the group
 
     if call.accepts("backend_options"):  # since torch 2.6
         options_name = "backend_options"
@@ -100,14 +109,32 @@ def _give_group_its_nic(
     else:
         options_name = "pg_options"
         options = pg_options
+    nccl_backend = nccl_backend_in(str(backend))  # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if there is none
+    is_postponed = False
+    if nccl_backend and not is_default_group:
+        is_postponed = communicators.are_postponed(nccl_backend, options)
+    if current.rank not in ranks:  # this rank is no member of the group
+        if is_postponed:
+            # Without lazy_init, torch would wait on this rank for a split, which the members do not start.
+            return call(**{options_name: with_lazy_init(None)})
+        return call()
+
     backend_names = set(backends(str(backend)).values())  # {"gloo", "nccl"} of "cpu:gloo,cuda:nccl"
+    _check_backend(current, backend_named(str(backend)))
     current.backends |= backend_names  # read by _destroy_after_gloo_threads()
-    if "nccl" in backend_names:
-        options = _nccl_options(current, ranks, options, timeout)
+    new_arguments = {}
+    if nccl_backend:
+        name = _communicator_name(current, ranks, str(group_desc or ""))
+        options = _nccl_options(current, ranks, nccl_backend, options, timeout, name)
+        if is_postponed:
+            options = with_lazy_init(options)
+        if traits_of(nccl_backend).binds_device:
+            # nccl2 names a communicator after its group, and overwrites comm_name in the options.
+            new_arguments["group_name"] = f"{name}:{group_name}"
     if "gloo" in backend_names:
         forget_before_exit()  # registers a wait for gloo's threads at the interpreter's exit
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
-        new_group = call(**{options_name: options})
+        new_group = call(**{options_name: options}, **new_arguments)
     # Note the group and its network, for the job's report.
     _record(current, str(group_desc or group_name), ranks, backend_named(str(backend)), options)
     return new_group
@@ -116,7 +143,7 @@ def _give_group_its_nic(
 @with_session
 @by_name
 def _give_split_group_its_nic(
-    current, call, instance, parent_pg, split_ranks, timeout, pg_options, group_desc=None
+    current, call, instance, parent_pg, split_ranks, timeout, pg_options, group_desc=None, backend=None
 ):
     """Split a process group (torch.distributed.split_group) into parts, which become groups of their own.
 
@@ -135,12 +162,16 @@ def _give_split_group_its_nic(
         return call()  # this rank is in no part
 
     ranks = tuple(dist.get_global_rank(parent, rank) for rank in my_part)
-    backend = backend_of(parent)
-    if backend == "nccl":
-        pg_options = _nccl_options(current, ranks, pg_options, timeout, options_of(parent))
+    # Since torch 2.15, `backend` can select some of the parent's backends.
+    backend_name = backend_named(str(backend)) if backend else backend_of(parent)
+    if traits_of(backend_name).is_nccl:
+        name = _communicator_name(current, ranks, group_desc or "")
+        pg_options = _nccl_options(
+            current, ranks, backend_name, pg_options, timeout, name, parent_options=options_of(parent)
+        )
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(pg_options=pg_options)
-    _record(current, group_desc or "split", ranks, backend, pg_options)
+    _record(current, group_desc or "split", ranks, backend_name, pg_options)
     return new_group
 
 
@@ -256,18 +287,69 @@ def _wait_for_all_ranks(store: Any, prefix: str, current: Session) -> None:
         ) from None
 
 
+def _check_backend(current: Session, name: str) -> None:
+    """Check that the plan's networks can be given to a backend.
+
+    A warning is printed if the backend is unknown. It then chooses its networks itself.
+
+    Args:
+        name: The backend of one device type, e.g. "ucc".
+
+    Raises:
+        HolmesError: The backend uses one network for all groups, and the plan needs several: some nodes have
+            a fast network that other nodes lack.
+    """
+    traits = traits_of(name)
+    if not traits.is_known:
+        tell(
+            current,
+            f"backend {name!r} is not known to holmes and chooses its networks itself; the plan's networks "
+            "apply to groups of nccl and gloo only",
+            once=True,
+        )
+        return
+    all_ranks = range(current.plan.world_size)
+    if not traits.network_api and current.plan.straddles(all_ranks):
+        raise told_once(
+            HolmesError(
+                f"backend {name!r} uses one network for all groups, but the nodes share only Ethernet and "
+                "the plan gives faster networks to groups inside a cluster; use nccl or gloo, or run without "
+                "--holmes"
+            )
+        )
+
+
+def _communicator_name(current: Session, ranks: tuple[int, ...], description: str) -> str:
+    """Return a name for the communicator of a group, e.g. "data:a:rank0".
+
+    NCCL's logs, its inspector and RAS print it. The parts are the kind of group, its clusters and its first
+    rank.
+
+    Args:
+        description: The program's description of the group (group_desc); "" if there is none.
+    """
+    plan = current.plan
+    kind = kind_of(ranks, description, plan.sizes, plan.world_size)
+    clusters = "+".join(plan.by_cluster(ranks))
+    return f"{kind}:{clusters}:rank{min(ranks)}"
+
+
 def _nccl_options(
     current: Session,
     ranks: tuple[int, ...],
+    backend: str,
     program_options: Any,
     timeout: timedelta | None,
+    name: str,
     parent_options: Any = None,
 ) -> Any:
     """Return the options of an NCCL group, whose net_name is the network that holmes's plan assigns to it.
 
     Args:
         ranks: The group's ranks.
+        backend: "nccl" or another name of NCCL, such as "nccl2".
         program_options: Options that the program gave for the group, or None.
+        name: Name of the communicator for NCCL's logs.
         parent_options: If the group is split from another group: the options of the other group.
 
     Raises:
@@ -278,14 +360,21 @@ def _nccl_options(
     can_choose_network = hasattr(ProcessGroupNCCL.Options().config, "net_name")
     if not can_choose_network:
         return program_options  # NCCL before 2.17 chooses the network itself
-    transport = current.transport(ranks, "nccl")  # the planned network of these ranks
+    transport = current.transport(ranks, backend)  # the planned network of these ranks
     try:
         # Raises an error if a configuration file of NCCL forces another network than the planned one.
         refuse_forced(transport, current.forced_nets)  # forced_nets: network -> file of NCCL that forces it
     except HolmesError as error:
         # All ranks of the group fail. told_once() lets one of them print the message.
         raise told_once(error) from None
-    return nccl_options(transport, program_options, ProcessGroupNCCL.Options, timeout, parent_options)
+    return nccl_options(
+        transport,
+        program_options,
+        ProcessGroupNCCL.Options,
+        timeout,
+        parent_options,
+        comm_name=name,
+    )
 
 
 def _record(current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:

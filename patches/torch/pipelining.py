@@ -29,7 +29,7 @@ from holmes_ext.patches.torch import ddp
 from holmes_ext.patches.torch.buckets import BucketReducer
 from holmes_ext.patches.torch.features import PIPELINING
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.groups.backend import group_ranks, group_traits
 from holmes_ext.runtime.groups.grid import check_grid, tell
 from holmes_ext.runtime.groups.members import pair_groups
 from holmes_ext.runtime.session import Session
@@ -68,7 +68,7 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
     # messages stay on the pipeline's group.
     is_traced = any(hasattr(stage, "pipe_info") for stage in stages)
     has_pair_groups = bool(_pair_groups[group])
-    if has_pair_groups and is_traced and backend_of(group) == "nccl":
+    if has_pair_groups and is_traced and group_traits(group).is_nccl:
         _make_communicator(group)
     warning = _warning_of_unreduced_gradients(schedule, stages)
     tell(current, warning, once=True)  # rank 0 prints it; "" prints nothing

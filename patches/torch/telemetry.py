@@ -50,6 +50,18 @@ def _size_in_bytes(value: Any) -> int:
     return value.nbytes
 
 
+def _is_synchronous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the program called an operation without async_op=True.
+
+    Args:
+        args: Arguments of a method of ProcessGroup. The last one is torch's options, whose asyncOp is read.
+            Sends and receives have no options: they count as asynchronous.
+        kwargs: Named arguments of the method. The options may be among them, as "opts".
+    """
+    options = kwargs.get("opts", args[-1] if args else None)
+    return getattr(options, "asyncOp", True) is False
+
+
 def _recording(original: Any, name: str, payload: int | None, peer: int | None = None) -> Any:
     """Return a method that calls a method of ProcessGroup, and records the operation that it starts.
 
@@ -80,7 +92,8 @@ def _recording(original: Any, name: str, payload: int | None, peer: int | None =
         except BaseException:
             recorder.failed(operation)  # the operation did not start
             raise
-        recorder.launched(operation, work, self)  # Work.wait of `work` finds the operation from now on
+        # From now on, Work.wait of `work` finds the operation.
+        recorder.launched(operation, work, self, _is_synchronous(args, kwargs))
         return work
 
     return start

@@ -1,10 +1,12 @@
-"""Which backend a group's tensors travel by, and what of a node's ports that backend can use.
+"""Backend of a process group: its name, its options, and the networks that it can use.
 
-torch's get_backend() says "undefined" or "cpu:gloo,cuda:nccl" where a job names none, or several:
+torch's get_backend() returns "undefined" or "cpu:gloo,cuda:nccl" if a program names no backend, or several:
 
-    init_process_group()                       with a GPU NCCL, else gloo
-    init_process_group("gloo")                 gloo, for tensors on either
-    init_process_group("cpu:gloo,cuda:nccl")   by the device of the tensor
+    init_process_group()                       NCCL if there is a GPU, else gloo
+    init_process_group("gloo")                 gloo, for tensors on CPU and GPU
+    init_process_group("cpu:gloo,cuda:nccl")   the backend of the tensor's device
+
+backend_table.py says what the names mean.
 """
 
 from __future__ import annotations
@@ -13,61 +15,91 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from holmes_ext.plan.traffic import SOCKETS, VERBS
+from holmes_ext.runtime.groups.backend_table import BackendTraits, traits_of
 
 
 def backend_of(group: Any = None, device_type: str = "") -> str:
-    """The backend's name ("nccl", "gloo", ...) for tensors on `device_type` ("cpu", "cuda"; "": the GPU if
-    any).
+    """Return the name of a group's backend, e.g. "nccl" or "gloo".
 
-    group: None for all ranks.
+    Args:
+        group: The process group; None for the group of all ranks.
+        device_type: Device of the tensors, "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
     """
     import torch.distributed as dist
 
-    # get_backend_config() knows no groups of split_group
+    # get_backend() also works for groups that split_group made; get_backend_config() does not.
     return backend_named(dist.get_backend(group), device_type)
 
 
+def group_traits(group: Any = None, device_type: str = "") -> BackendTraits:
+    """Return the row of the backend table for a group. Arguments as in backend_of()."""
+    return traits_of(backend_of(group, device_type))
+
+
 def group_ranks(group: Any) -> list[int]:
-    """Its members, as the job numbers them."""
+    """Return the global ranks of a group's members; `group` may be None for all ranks."""
     import torch.distributed as dist
 
-    return dist.get_process_group_ranks(group or dist.group.WORLD)  # None: from torch 2.8 on
+    return dist.get_process_group_ranks(group or dist.group.WORLD)  # torch before 2.8 does not take None
 
 
 def backend_named(text: str, device_type: str = "") -> str:
-    """The same for what a program gives, or torch tells, as a group's backend."""
+    """Return the backend for one device type.
+
+    Args:
+        text: The backend as a program gives it or as torch returns it, e.g. "cpu:gloo,cuda:nccl".
+        device_type: As in backend_of().
+    """
     import torch
 
     by_device = backends(text)
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return by_device[device_type] if device_type in by_device else next(iter(by_device.values()))
+    if not device_type:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type in by_device:
+        return by_device[device_type]
+    return next(iter(by_device.values()))
 
 
 def backends(text: str) -> dict[str, str]:
-    """Device -> backend, as torch reads it."""
+    """Return the backend of each device type, as torch reads `text`, e.g. {"cpu": "gloo", "cuda": "nccl"}."""
     from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-    return {device: str(name) for device, name in BackendConfig(Backend(text)).device_backend_map.items()}
+    device_backends = BackendConfig(Backend(text)).device_backend_map
+    return {device: str(name) for device, name in device_backends.items()}
+
+
+def nccl_backend_in(text: str) -> str:
+    """Return the name of the NCCL backend among those in `text`; "" if there is none.
+
+    Args:
+        text: As in backend_named().
+    """
+    return next((name for name in backends(text).values() if traits_of(name).is_nccl), "")
 
 
 def options_of(group: Any) -> Any:
-    """What the group was made with, by its backend; None where that does not tell (gloo before torch 2.7)."""
+    """Return the options that a group's backend was made with.
+
+    Returns:
+        E.g. ProcessGroupNCCL.Options; None if the backend does not tell them (gloo before torch 2.7).
+    """
     import torch
 
-    return getattr(group._get_backend(torch.device("cuda" if backend_of(group) == "nccl" else "cpu")),
-                   "options", None)
+    device_type = group_traits(group).device_type or "cpu"
+    return getattr(group._get_backend(torch.device(device_type)), "options", None)
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Of the group's collectives; None, torch's default, where its backend does not tell."""
+    """Return the timeout of a group's collectives; None if the backend does not tell it."""
     return getattr(options_of(group), "_timeout", None)
 
 
 def network_api_of(backend: str) -> str:
-    """What of a node's ports the backend can use, "verbs" or "sockets"; "" where it finds its networks itself
-    (UCC, MPI: for all groups of a process alike). torch's "fake" stands for NCCL."""
-    return {"nccl": VERBS, "fake": VERBS, "gloo": SOCKETS}.get(backend, "")
+    """Return how a backend reaches a network: "verbs" or "sockets".
+
+    "" is returned for a backend that chooses its networks itself.
+    """
+    return traits_of(backend).network_api
 
 
 def one_hardware_queue() -> bool:

@@ -1,11 +1,12 @@
-"""The NIC for a process group, on the network that the plan has for it.
+"""Network of a process group: the NIC that the plan assigns to the group's ranks.
 
-    gloo   binds to the interface in GLOO_SOCKET_IFNAME at the moment the group is made
-    NCCL   takes the network ("IB", which is RoCE too, or "Socket") from the group's own options,
-           config.net_name; which HCAs and interface that means is read once in a process, so it
-           is set before the first communicator
+    gloo   binds to the interface in GLOO_SOCKET_IFNAME when the group is made.
+    NCCL   reads the network ("IB", which stands for RoCE too, or "Socket") from the group's own options
+           (config.net_name). NCCL reads once in a process which HCAs and which interface these names mean,
+           so holmes sets these variables before the first communicator.
 
-One communicator cannot use RDMA and sockets both (NVIDIA/nccl#878), hence one transport for a whole group.
+A communicator cannot use RDMA and sockets at the same time (NVIDIA/nccl#878), so the whole group has one
+network.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from holmes_ext.cluster.nccl import SHARED, file_settings, network_name, variables_of
@@ -21,53 +23,99 @@ from holmes_ext.cluster.site import Fabric, Node
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.runtime.groups.backend import options_of
+from holmes_ext.runtime.groups.backend_table import traits_of
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-#: Communicators that share a parent's resources (ncclConfig_t.splitShare) have its network: ncclCommSplit
-#: refuses another with ncclInvalidUsage.
-_OF_ONE_NETWORK = frozenset({"net_name", "split_share"})
+#: Settings that a new communicator does not take from another one. A communicator that shares the resources
+#: of its parent (ncclConfig_t.splitShare) has the parent's network: ncclCommSplit rejects another one with
+#: ncclInvalidUsage. The name stands in NCCL's logs and is different for each communicator.
+_NOT_COPIED = frozenset({"net_name", "split_share", "comm_name"})
 
 
 @dataclass(frozen=True)
 class Transport:
-    """fabric: its name, or "local"; interface: of sockets; net_name: NCCL's, "" to let it choose."""
+    """The network of a process group, as one node sees it."""
 
-    fabric: str
-    kind: str
-    interface: str
-    net_name: str
+    fabric: str  # name of the network; "local" if the group is inside one node
+    kind: str  # of NIC: "ib", "roce", "ethernet" or "local"
+    interface: str  # network interface of this node, for sockets
+    net_name: str  # NCCL's name of the network; "" if NCCL chooses
 
 
 def transport_on(fabric: Fabric | None, here: Node) -> Transport:
-    """Of a group whose network the plan says, as node `here` sees it; None: the group lies in one node."""
+    """Return the transport of a group whose network is `fabric`, on the node `here`.
+
+    Args:
+        fabric: None if the group is inside one node.
+    """
     if fabric is None:
-        return Transport(LOCAL, LOCAL, "lo", "")
-    return Transport(fabric.name, fabric.kind, here.port(fabric.name).interface, network_name(fabric))
+        return Transport(LOCAL, LOCAL, interface="lo", net_name="")
+    port = here.port(fabric.name)
+    return Transport(fabric.name, fabric.kind, interface=port.interface, net_name=network_name(fabric))
 
 
 def as_made(
-    planned: Transport, here: Node, backend: str, fabrics: Mapping[str, Fabric], options: Any = None,
+    planned: Transport,
+    here: Node,
+    backend: str,
+    fabrics: Mapping[str, Fabric],
+    options: Any = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Transport:
-    """`planned`, or what the user's GLOO_SOCKET_IFNAME, or net_name in NCCL's `options`, makes of it."""
+    """Return the transport that a group really has on the node `here`.
+
+    It is `planned`, unless the user's GLOO_SOCKET_IFNAME or a net_name in the group's NCCL options sets
+    another network.
+
+    Args:
+        fabrics: Name of a network -> the network.
+        options: Options of the group.
+    """
     if planned.fabric == LOCAL:
         return planned
-    if backend == "gloo" and (given := environ.get(GLOO_VARIABLE, planned.interface)) != planned.interface:
-        named = (port for port in here.ports if port.interface in given.split(","))
-        port = next(named, None)  # None: which network that is, nobody knows
-        return Transport(port.fabric, fabrics[port.fabric].kind, given, "") if port is not None else planned
-    net = getattr(options.config, "net_name", None) if backend == "nccl" and options is not None else None
-    if net and planned.net_name and net != planned.net_name:
-        fast = next((port.fabric for port in here.ports if network_name(fabrics[port.fabric]) == net), net)
-        return Transport(fast, fabrics[fast].kind if fast in fabrics else "", "", net)
+    if backend == "gloo":
+        interface = environ.get(GLOO_VARIABLE, planned.interface)
+        return _gloo_transport(planned, here, interface, fabrics)
+    if traits_of(backend).is_nccl and options is not None:
+        net_name = getattr(options.config, "net_name", None)
+        return _nccl_transport(planned, here, net_name or "", fabrics)
     return planned
+
+
+def _gloo_transport(
+    planned: Transport, here: Node, interface: str, fabrics: Mapping[str, Fabric]
+) -> Transport:
+    """Return the transport of a gloo group that uses `interface`, one or several names with commas."""
+    if interface == planned.interface:
+        return planned
+    names = interface.split(",")
+    port = next((port for port in here.ports if port.interface in names), None)
+    if port is None:
+        return planned  # it is not known to which network the interface belongs
+    return Transport(port.fabric, fabrics[port.fabric].kind, interface=interface, net_name="")
+
+
+def _nccl_transport(
+    planned: Transport, here: Node, net_name: str, fabrics: Mapping[str, Fabric]
+) -> Transport:
+    """Return the transport of an NCCL group whose options have `net_name` ("" if they have none)."""
+    if not net_name or not planned.net_name or net_name == planned.net_name:
+        return planned
+    for port in here.ports:
+        fabric = fabrics[port.fabric]
+        if network_name(fabric) == net_name:
+            return Transport(fabric.name, fabric.kind, interface="", net_name=net_name)
+    return Transport(net_name, "", interface="", net_name=net_name)
 
 
 @contextmanager
 def gloo_interface(transport: Transport, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """GLOO_SOCKET_IFNAME set for the groups made inside; a value that the user set stays."""
+    """Set GLOO_SOCKET_IFNAME for the groups that are made inside the `with` block.
+
+    A value that the user has set stays.
+    """
     if environ.get(GLOO_VARIABLE) or not transport.interface:
         yield
         return
@@ -79,36 +127,64 @@ def gloo_interface(transport: Transport, environ: MutableMapping[str, str] = os.
 
 
 def nccl_options(
-    transport: Transport, given: Any, options_class: type, timeout: Any = None, parent: Any = None
+    transport: Transport,
+    given: Any,
+    options_class: type,
+    timeout: timedelta | None = None,
+    parent: Any = None,
+    comm_name: str = "",
 ) -> Any:
-    """For one NCCL group: a fresh object with the settings of `given` (None: of `parent`, which is split, or
-    the defaults), the net_name (one in `given` stays), and the timeout. Never shared: torch frees the name
-    once for each communicator."""
+    """Return the options of one NCCL group, with the net_name of `transport`.
+
+    The options are a new object for each group, because torch frees the net_name once for each communicator.
+    Only options in which the program has set a net_name itself are returned unchanged.
+
+    Args:
+        given: Options that the program gave for the group, or None.
+        options_class: torch's ProcessGroupNCCL.Options.
+        parent: Options of the group that is split, or None. They count if `given` is None.
+        comm_name: Name of the communicator in NCCL's logs; ignored if torch or the program's options do not
+            leave it open.
+    """
     if given is not None and getattr(given.config, "net_name", None):
         return given
-    fresh, settings = options_class(), parent if given is None else given
+    settings = parent if given is None else given
+    fresh = options_class()
     if settings is not None:
-        _copy_settings(settings.config, fresh.config, skip=_OF_ONE_NETWORK)
+        _copy_settings(settings.config, fresh.config, skip=_NOT_COPIED)
         _copy_settings(settings, fresh, skip={"config"})
     if transport.net_name:
         fresh.config.net_name = transport.net_name
+    if hasattr(fresh.config, "comm_name"):  # torch 2.15 and newer
+        given_name = getattr(given.config, "comm_name", None) if given is not None else None
+        fresh.config.comm_name = given_name or comm_name or None
     if timeout is not None:
         fresh._timeout = timeout
     return fresh
 
 
 def settings_of(group: Any) -> Any:
-    """Fresh, with the NCCL group's settings, for a group of its own network and members."""
+    """Return new NCCL options with the settings of `group`, for a group with its own network and ranks."""
     from torch.distributed import ProcessGroupNCCL
 
-    fresh, options = ProcessGroupNCCL.Options(), options_of(group)
-    _copy_settings(options.config, fresh.config, skip=_OF_ONE_NETWORK)
+    fresh = ProcessGroupNCCL.Options()
+    options = options_of(group)
+    _copy_settings(options.config, fresh.config, skip=_NOT_COPIED)
     fresh.is_high_priority_stream = options.is_high_priority_stream
     return fresh
 
 
 def refuse_forced(transport: Transport, forced_nets: Mapping[str, str]) -> None:
-    """HolmesError where a file of NCCL's forces another network: it sets NCCL_NET again and again."""
+    """Raise an error if a configuration file of NCCL forces another network than the planned one.
+
+    Such a file sets NCCL_NET for every communicator, and overrides the net_name of a group.
+
+    Args:
+        forced_nets: Value of NCCL_NET -> the file that sets it.
+
+    Raises:
+        HolmesError: names the file and the line to delete.
+    """
     for net, file in forced_nets.items():
         if transport.net_name and net.lower() != transport.net_name.lower():
             raise HolmesError(
@@ -118,38 +194,48 @@ def refuse_forced(transport: Transport, forced_nets: Mapping[str, str]) -> None:
 
 
 def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = frozenset()) -> None:
+    """Copy all attributes that differ from `source` to `target`, except those in `skip`."""
     for name in dir(source):
         value = getattr(source, name)
         if name.startswith("__") or name in skip or callable(value) or value == getattr(target, name):
             continue
         try:
             setattr(target, name, value)
-        except AttributeError:  # read-only: the backend's name and the like, the same in both
+        except AttributeError:  # read-only, e.g. the name of the backend: the same in both
             continue
 
 
 def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]:
-    """Set, once for this node, NCCL's HCAs, GID index and socket interface; returns lines for the user, whose
-    own settings win. NCCL_NET, which would override every group's choice, is unset."""
-    lines, in_files = [], file_settings(environ)
+    """Set NCCL's HCAs, GID index and socket interface for this node in `environ`.
+
+    Variables that the user has set stay. NCCL_NET is unset, because it would override the network of every
+    group.
+
+    Returns:
+        A message for each variable that the user has set, or that was unset.
+    """
+    lines = []
+    in_files = file_settings(environ)
     for name, value in variables_of(here).items():
+        holmes_would = f"holmes would use {value or 'none'}"
         if environ.get(name):
-            lines.append(
-                f"{name}={environ[name]} was set by you and stays (holmes would use {value or 'none'})")
+            lines.append(f"{name}={environ[name]} was set by you and stays ({holmes_would})")
         elif name in in_files:
             given, file = in_files[name]
-            lines.append(f"{name}={given} is set in {file} and stays (holmes would use {value or 'none'})")
+            lines.append(f"{name}={given} is set in {file} and stays ({holmes_would})")
         elif value:
             environ[name] = value
     if environ.get(GLOO_VARIABLE):
         lines.append(
-            f"{GLOO_VARIABLE}={environ[GLOO_VARIABLE]} was set by you and stays: every gloo group uses it")
+            f"{GLOO_VARIABLE}={environ[GLOO_VARIABLE]} was set by you and stays: every gloo group uses it"
+        )
     if environ.get("NCCL_NET"):
         lines.append(
-            f"NCCL_NET={environ['NCCL_NET']} is unset: it would override the network chosen for each group")
+            f"NCCL_NET={environ['NCCL_NET']} is unset: it would override the network chosen for each group"
+        )
         del environ["NCCL_NET"]
     if environ.get(SHARED, "0") != "0" and len(here.ports) > 1:
-        why = "a group with a network of its own cannot share its parent's resources"
-        lines.append(f"{SHARED}={environ[SHARED]} is unset: {why}")
+        reason = "a group with a network of its own cannot share its parent's resources"
+        lines.append(f"{SHARED}={environ[SHARED]} is unset: {reason}")
         del environ[SHARED]
     return lines

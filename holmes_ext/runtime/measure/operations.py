@@ -11,6 +11,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import kinds
 from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.groups.backend_table import traits_of
 from holmes_ext.runtime.measure.device_clock import Mark
 
 
@@ -24,6 +25,9 @@ class GroupTraffic:
         self.name = process_group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         self.backend = backend_of(process_group)
+        traits = traits_of(self.backend)
+        self.is_on_device = traits.is_nccl  # its operations run on CUDA streams
+        self.returns_done_work = traits.returns_done_work  # by its synchronous operations
         self.description = str(process_group.group_desc or "").replace("undefined", "")
         made = [r.transport for r in current.groups if r.ranks == self.ranks and r.backend == self.backend]
         self.transport = made[-1] if made else current.transport(self.ranks, self.backend)
@@ -56,6 +60,7 @@ class Op:
     waited: float = 0.0
     work: Any = None
     background: bool = False
+    is_synchronous: bool = False  # called without async_op=True
     block: Sequence[Op] = ()
     # NCCL: before its launch; ended: after it, or after the stream has waited for it
     began: Mark | None = None

@@ -105,8 +105,7 @@ class Recorder:
         """It is about to be started. to: the other's rank in the group (send, receive). None: a CUDA graph
         takes it, and it is not seen when that runs."""
         group, peer = self.group(process_group), None
-        on_device = group.backend == "nccl"
-        if on_device and self.device.captures():
+        if group.is_on_device and self.device.captures():
             return None
         if to is None:
             number = group.collectives
@@ -118,21 +117,29 @@ class Recorder:
         sent = kinds.sent_bytes(name, payload, len(group.ranks), group.backend) if self.keeps else 0
         op = Op(group, name, payload, sent, peer, number, self.clock())
         op.background = threading.get_ident() != self._main
-        if on_device:
+        if group.is_on_device:
             self.device.launch(op)
         self.open[id(op)] = op
         return op
 
-    def launched(self, op: Op, work: Any, process_group: Any) -> None:
-        """It was started: `work` is what the backend gave, None for NCCL's synchronous ones."""
+    def launched(self, op: Op, work: Any, process_group: Any, is_synchronous: bool = False) -> None:
+        """Record that an operation was started.
+
+        Args:
+            work: The Work that torch returned; None for a synchronous operation of nccl-legacy.
+            is_synchronous: Whether the program called the operation without async_op=True.
+        """
+        op.is_synchronous = is_synchronous
         if (waiting := self.coalescing.get(id(process_group))) is not None:
             waiting.append(op)
             return
+        if is_synchronous and op.group.returns_done_work:
+            work = None  # its wait() would take no time, although the program's stream stands still
         if work is not None:
             key = id(work)
             self.by_work[key] = op
             op.work = weakref.ref(work, lambda _: self._dropped(key, op))
-        if op.group.backend == "nccl":
+        if op.group.is_on_device:
             self.device.launched(op)
         elif work is None:
             self.finish(op)
@@ -147,7 +154,8 @@ class Recorder:
         """A block of operations was started, all at once: the last one stands for them."""
         if ops := self.coalescing.pop(id(process_group), []):
             ops[-1].block = ops[:-1]
-            self.launched(ops[-1], work, process_group)
+            is_synchronous = all(op.is_synchronous for op in ops)
+            self.launched(ops[-1], work, process_group, is_synchronous)
 
     def _told(self, op: Op) -> None:
         self.finish(op)
@@ -172,7 +180,7 @@ class Recorder:
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
         """The program waits for the operation: wait()."""
-        if op.group.backend == "nccl":
+        if op.group.is_on_device:
             return self.device.wait(op, wait)
         start = self.clock()
         result = wait()
@@ -193,7 +201,7 @@ class Recorder:
         """Nobody holds the work any more: it was waited for, or never will be."""
         if self.by_work.get(key) is op:
             del self.by_work[key]
-        if op.group.backend != "nccl":
+        if not op.group.is_on_device:
             self.finish(op)
 
     def on_gpu(self, on: bool) -> None:

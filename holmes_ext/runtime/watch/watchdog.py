@@ -215,7 +215,8 @@ class Watchdog:
         recorder, now = self.recorder, self.clock()
         for op in list(recorder.open.values()):
             work = op.work() if op.work is not None else None
-            if work is not None and op.peer is None and op.group.backend != "nccl" and work.is_completed():
+            is_on_host = not op.group.is_on_device
+            if work is not None and op.peer is None and is_on_host and work.is_completed():
                 recorder.finish(op)
         ops, groups = recorder.in_flight(), list(recorder.groups.values())
         self._looks += 1

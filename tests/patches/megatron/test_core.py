@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from clusters import example
+from torch.distributed import distributed_c10d
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
@@ -83,6 +84,7 @@ def test_layout_notation():
 
 def default_group(monkeypatch, backend, *, initialized=False, device=None):
     """A default group of this backend as a program has initialized it, with options of its own."""
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")  # "nccl" of torch 2.15 is then the one of torch 2.13
     own = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(minutes=3)),
                           _is_initialized=lambda: initialized)
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: backend)
@@ -104,6 +106,41 @@ def test_taking_over_after_nccl_has_made_a_communicator_is_refused(monkeypatch, 
     """Which HCAs and interface it may use, NCCL reads once in a process."""
     world, _ = default_group(monkeypatch, "cpu:gloo,cuda:nccl", **state)
     with pytest.raises(HolmesError, match="comes too late: NCCL has made a communicator already"):
+        megatron_core._init_arguments(world)
+
+
+@pytest.fixture
+def torch_2_15(monkeypatch):
+    """Let torch look like torch 2.15, whose "nccl" is always bound to a device."""
+    options = SimpleNamespace(lazy_init=False)
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    monkeypatch.setattr(distributed_c10d, "_create_nccl2_process_group", None, raising=False)
+    nccl = SimpleNamespace(Options=lambda: options)
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+
+
+def world_of_2_15(lazy_init, has_communicator):
+    """Return a stand-in for the default group of torch 2.15 over nccl2."""
+    nccl = SimpleNamespace(
+        options=SimpleNamespace(lazy_init=lazy_init, _timeout=timedelta(minutes=3)),
+        supports_splitting=not lazy_init or has_communicator,
+    )
+    return SimpleNamespace(_get_backend=lambda device: nccl, bound_device_id="cuda:1")
+
+
+def test_taking_over_in_torch_2_15_keeps_the_device(torch_2_15):
+    """The communicator was postponed (patches/torch/late_start.py). The new group makes it at once."""
+    arguments = megatron_core._init_arguments(world_of_2_15(lazy_init=True, has_communicator=False))
+    assert arguments["device_id"] == "cuda:1"
+    assert arguments["pg_options"].lazy_init is False
+
+
+@pytest.mark.parametrize("lazy_init", [False, True])
+def test_taking_over_in_torch_2_15_after_a_communicator_was_made(torch_2_15, lazy_init):
+    world = world_of_2_15(lazy_init, has_communicator=True)
+    way_out = "write `from holmes_ext import initialize_model_parallel` above init_process_group"
+    with pytest.raises(HolmesError, match=way_out):
         megatron_core._init_arguments(world)
 
 

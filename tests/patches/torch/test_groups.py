@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _create_c10d_store
 
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import groups as torch_distributed
 from holmes_ext.runtime import session
+from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.groups.transport import Transport
 
 
@@ -32,7 +34,13 @@ def session_of(rank, world=2, plan_digest="same"):
         node=SimpleNamespace(name="a0"),
         rank=rank,
         round="holmes/1",
-        plan=SimpleNamespace(digest=plan_digest, world_size=world),
+        plan=SimpleNamespace(
+            digest=plan_digest,
+            world_size=world,
+            sizes=None,
+            by_cluster=lambda ranks: {"a": list(ranks)},  # all ranks are in cluster a
+            straddles=lambda ranks: False,  # the fastest network reaches all ranks
+        ),
         site=SimpleNamespace(nodes=(), digest="d"),
         options=SimpleNamespace(timeout_s=20.0, timeout="20"),
     )
@@ -320,3 +328,71 @@ def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, back
     torch_distributed._give_group_its_nic(make_group, None, (2, 0, [0, 1], backend, "store", "name"), {})
     torch_distributed._destroy_after_gloo_threads(destroy_groups, None, (), {})
     assert events == expected
+
+
+# ------------------------------------------------------------------- names of backends
+
+
+class OptionsOf215(Options):
+    """Stand-in for ProcessGroupNCCL.Options of torch 2.15."""
+
+    def __init__(self):
+        super().__init__()
+        self.config.comm_name = None
+        self.lazy_init = False
+
+
+@pytest.fixture
+def torch_2_15(on_nccl, monkeypatch):
+    """Let torch look like torch 2.15, with the backends nccl2, nccl-lazy and nccl-legacy."""
+    capability = distributed_c10d.Backend.backend_capability
+    for name in ("nccl2", "nccl-lazy", "nccl-legacy", "mooncake", "ucc"):
+        monkeypatch.setitem(capability, name, ["cuda"])
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    monkeypatch.setattr(distributed_c10d, "_create_nccl2_process_group", None, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=OptionsOf215))
+    return on_nccl
+
+
+def options_of_new_group(backend, ranks=(0, 1), options=None):
+    """Make a group, and return the options with which holmes calls torch's _new_process_group_helper."""
+    calls = []
+    helper = recorder(calls, new_process_group_helper)
+    args = (2, 0, list(ranks), backend, "store", "name", options)
+    torch_distributed._give_group_its_nic(helper, None, args, {})
+    (arguments,) = calls
+    return arguments["backend_options"]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy", "cpu:gloo,cuda:nccl2"])
+def test_each_name_of_nccl_gets_the_planned_network(torch_2_15, backend):
+    options = options_of_new_group(backend)
+    assert options.config.net_name == "Socket"  # planned
+    assert options.config.comm_name == "world:a:rank0"  # kind of group, cluster, first rank
+    assert not options.lazy_init
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 2)], ids=["member", "no member"])
+def test_members_and_other_ranks_agree_that_a_communicator_is_postponed(torch_2_15, ranks):
+    """torch reads lazy_init on all ranks: without it, they split the communicator of all ranks together."""
+    program_options = OptionsOf215()
+    with communicators.postponed():
+        options = options_of_new_group("nccl", ranks, program_options)
+    assert options.lazy_init
+    assert not program_options.lazy_init  # the program may use them for other groups
+
+
+def test_an_unknown_backend_gets_no_network_and_a_warning(torch_2_15, capsys):
+    torch_2_15.transport = lambda ranks, backend: Transport(f"chosen by {backend}", "", "", "")
+    assert options_of_new_group("mooncake") is None
+    options_of_new_group("mooncake")
+    warnings = capsys.readouterr().err
+    assert warnings.count("backend 'mooncake' is not known to holmes") == 1
+
+
+def test_a_backend_with_one_network_for_all_groups_is_refused_if_the_plan_has_several(torch_2_15):
+    torch_2_15.transport = lambda ranks, backend: Transport(f"chosen by {backend}", "", "", "")
+    options_of_new_group("ucc")  # the plan has one network
+    torch_2_15.plan.straddles = lambda ranks: True
+    with pytest.raises(HolmesError, match="backend 'ucc' uses one network for all groups"):
+        options_of_new_group("ucc")

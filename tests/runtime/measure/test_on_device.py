@@ -89,12 +89,13 @@ class Job:
         self.recorder = telemetry.Recorder(0, None, on_step, gpu)
         self.process_group = SimpleNamespace()
         self.group = SimpleNamespace(name="g", backend="nccl", ranks=(0, 1), collectives=0, messages={},
-                                     on_device=deque(), last_end=0.0)
+                                     on_device=deque(), last_end=0.0, is_on_device=True,
+                                     returns_done_work=False)
         self.recorder.groups[id(self.process_group)] = self.group
 
-    def launch(self, work=None, name="all_reduce", to=None):
+    def launch(self, work=None, name="all_reduce", to=None, is_synchronous=False):
         op = self.recorder.launch(self.process_group, name, 8, to)
-        self.recorder.launched(op, work, self.process_group)
+        self.recorder.launched(op, work, self.process_group, is_synchronous)
         return op
 
     def step(self):
@@ -151,6 +152,37 @@ def test_a_synchronous_operation_has_no_work_and_lasts_as_long_as_on_the_gpu(gpu
     assert job.done == ops and [round(op.waited, 6) for op in ops] == [0.25, 0.5]
     assert ops[0].end == pytest.approx(ops[1].start) and ops[1].end == pytest.approx(gpu.now)
     assert union_s([(op.start, op.end) for op in ops]) == pytest.approx(0.75)
+
+
+def test_the_work_of_a_synchronous_operation_of_nccl2_is_not_timed(gpu):
+    """nccl2 of torch 2.15 returns a Work for a synchronous operation, too. Its wait() waits for nothing.
+
+    The operation runs on the compute stream, so it is exposed for its whole duration, here 250 ms.
+    """
+    job = Job(gpu)
+    job.group.returns_done_work = True
+    work = Work()
+    op = job.launch(work, is_synchronous=True)
+    assert job.recorder.by_work == {}  # Work.wait of `work` finds no operation
+    gpu.comes_by(but=1)
+    gpu.now += 0.25
+    gpu.comes_by()
+    job.step()
+    assert job.done == [op]
+    assert op.waited == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("are_synchronous", [(True, True), (True, False)])
+def test_a_block_is_synchronous_if_all_its_operations_are(gpu, are_synchronous):
+    job = Job(gpu)
+    job.group.returns_done_work = True
+    job.recorder.coalescing[id(job.process_group)] = []
+    for is_synchronous in are_synchronous:
+        job.launch(None, is_synchronous=is_synchronous)
+    work = Work()
+    job.recorder.block_ended(job.process_group, work)
+    work_is_timed = bool(job.recorder.by_work)
+    assert work_is_timed is not all(are_synchronous)
 
 
 def test_an_asynchronous_one_is_exposed_as_long_as_the_stream_stood_still(gpu):

@@ -154,6 +154,8 @@ def group_of(ranks):
         messages={},
         backend="gloo",
         on_device=[],
+        is_on_device=False,
+        returns_done_work=False,
     )
 
 

@@ -1,0 +1,99 @@
+"""Table of torch.distributed's backends: what holmes must know of each one to choose its network.
+
+    backend       network API   tensors on   communicator made       device of the group
+    gloo          sockets       CPU, GPU     with the group          none
+    nccl-legacy   verbs         GPU          at the first operation  bound only if the program binds it
+    nccl2         verbs         GPU          with the group          always bound
+    nccl-lazy     verbs         GPU          like nccl2; one more for each pair of ranks that sends messages
+    nccl          nccl2 since torch 2.15, unless TORCH_DIST_USE_NCCL2=0; before and otherwise nccl-legacy
+    fake          verbs         CPU, GPU     never: one process stands for all ranks, as if it used NCCL
+    mpi, ucc, nccl4py           choose one network for all groups of a process
+
+Any other name was registered by another package. holmes cannot choose its networks, and prints a warning.
+
+Source: _register_builtin_*_backend and _nccl2_device in torch/distributed/distributed_c10d.py of torch 2.15.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from holmes_ext.plan.traffic import SOCKETS, VERBS
+
+
+class Connect(Enum):
+    """When a backend makes the communicator of a new process group."""
+
+    WITH_GROUP = "with the group"
+    AT_FIRST_OPERATION = "at the first operation"
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """What holmes must know of one backend."""
+
+    name: str
+    network_api: str  # VERBS or SOCKETS; "" if the backend chooses its networks itself
+    device_type: str = ""  # of its tensors: "cuda"; "" if it takes tensors on both CPU and GPU
+    is_nccl: bool = False  # takes ProcessGroupNCCL.Options, and runs its operations on CUDA streams
+    connects: Connect = Connect.WITH_GROUP
+    binds_device: bool = False  # each of its groups is bound to a device when it is made
+    has_pair_communicators: bool = False  # messages between two ranks use a communicator of their own
+    # A synchronous operation runs on the program's stream. It returns a Work, whose wait() waits for nothing.
+    # nccl-legacy returns no Work since torch 2.8.
+    returns_done_work: bool = False
+    is_known: bool = True  # False: another package registered the backend
+
+
+_LEGACY = BackendTraits(
+    "nccl-legacy",
+    VERBS,
+    device_type="cuda",
+    is_nccl=True,
+    connects=Connect.AT_FIRST_OPERATION,
+)
+_NCCL2 = BackendTraits(
+    "nccl2",
+    VERBS,
+    device_type="cuda",
+    is_nccl=True,
+    connects=Connect.WITH_GROUP,
+    binds_device=True,
+    returns_done_work=True,
+)
+_TABLE = {
+    traits.name: traits
+    for traits in (
+        BackendTraits("gloo", SOCKETS),
+        BackendTraits("fake", VERBS),
+        _LEGACY,
+        _NCCL2,
+        replace(_NCCL2, name="nccl-lazy", has_pair_communicators=True),
+        BackendTraits("nccl4py", "", device_type="cuda"),
+        BackendTraits("mpi", ""),
+        BackendTraits("ucc", ""),
+    )
+}
+
+
+def traits_of(name: str) -> BackendTraits:
+    """Return the table's row for a backend.
+
+    Args:
+        name: The backend of one device type, e.g. "gloo"; not a list such as "cpu:gloo,cuda:nccl".
+    """
+    name = name.lower()
+    if name == "nccl":
+        implementation = _NCCL2 if _nccl_is_nccl2() else _LEGACY
+        return replace(implementation, name="nccl")
+    return _TABLE.get(name) or BackendTraits(name, network_api="", is_known=False)
+
+
+def _nccl_is_nccl2() -> bool:
+    """Return whether torch's backend "nccl" is the implementation that is also called "nccl2"."""
+    from torch.distributed import distributed_c10d
+
+    torch_has_nccl2 = hasattr(distributed_c10d, "_create_nccl2_process_group")
+    return torch_has_nccl2 and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"

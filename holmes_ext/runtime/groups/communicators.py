@@ -1,0 +1,84 @@
+"""Postpones NCCL communicators of torch 2.15 to the first operation of their group.
+
+The backends nccl2 and nccl-lazy make the communicator of a group together with the group, and split it from
+the group of all ranks. The older nccl-legacy makes it at the group's first operation. holmes postpones it in
+two cases:
+
+    groups that only their members make (members.py)   A split needs all ranks of the job.
+    groups of Megatron                                 Megatron makes many groups and uses few of them. Each
+                                                       communicator occupies memory of the GPU.
+
+Other groups of a program are not postponed. If the first operation of a group is a message between two of its
+ranks, a postponed communicator would wait for the other ranks without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from holmes_ext.runtime.groups.backend_table import Connect, traits_of
+
+
+class _State:
+    """Whether the groups that are made now get their communicators later."""
+
+    postpones: bool = False
+
+
+_state = _State()
+
+
+@contextmanager
+def postponed() -> Iterator[None]:
+    """Postpone the communicators of all groups that are made inside the `with` block.
+
+    All ranks must make these groups inside such a block. The first operation of each group must be one in
+    which all ranks of the group take part.
+    """
+    before = _state.postpones
+    _state.postpones = True
+    try:
+        yield
+    finally:
+        _state.postpones = before
+
+
+def are_postponed(backend: str, options: Any) -> bool:
+    """Return whether the communicator of a group that is made now is postponed.
+
+    Args:
+        backend: "nccl" or another name of NCCL, such as "nccl2".
+        options: The options that the program gave for the group, or None. holmes does not change options that
+            have a net_name.
+    """
+    has_net_name = options is not None and bool(getattr(options.config, "net_name", None))
+    return _state.postpones and not has_net_name and can_postpone(backend)
+
+
+def can_postpone(backend: str) -> bool:
+    """Return whether an NCCL backend has the option `lazy_init`, which postpones a communicator.
+
+    nccl2 and nccl-lazy have it since torch 2.15. nccl-legacy ignores it, since it always postpones.
+    """
+    import torch.distributed as dist
+
+    if not hasattr(dist, "ProcessGroupNCCL"):  # torch was built without NCCL
+        return False
+    torch_has_option = hasattr(dist.ProcessGroupNCCL.Options(), "lazy_init")
+    return torch_has_option and traits_of(backend).connects is Connect.WITH_GROUP
+
+
+def with_lazy_init(options: Any) -> Any:
+    """Return NCCL options with `lazy_init`, which postpones the communicator of a group.
+
+    Args:
+        options: ProcessGroupNCCL.Options, which are changed and returned; None for new ones.
+    """
+    from torch.distributed import ProcessGroupNCCL
+
+    if options is None:
+        options = ProcessGroupNCCL.Options()
+    options.lazy_init = True
+    return options
