@@ -183,8 +183,9 @@ def _check_numbers(current: Session) -> None:
         return
     raise told_once(
         HolmesError(
-            "the default process group has lost ranks, and torch has numbered the others anew, so the plan has "
-            "no network for a new group; start the job again on the remaining nodes, or run without --holmes"
+            "the default process group has lost ranks, and torch has numbered the others anew, so the plan "
+            "has no network for a new group; start the job again on the remaining nodes, or run without "
+            "--holmes"
         )
     )
 

@@ -1,9 +1,9 @@
 """Ends a job that uses torchcomms, because the networks of its process groups would be lost.
 
 torchcomms is a library that torch.distributed can use in place of its own backends, if the environment
-variable TORCH_DISTRIBUTED_USE_TORCHCOMMS is 1. torch then converts the options of a group to hints. holmes sets
-the network of a group as the option `net_name`, which becomes the hint "net_name". The NCCL of torchcomms reads
-the hint "netName", so it would ignore the network without a message.
+variable TORCH_DISTRIBUTED_USE_TORCHCOMMS is 1. torch then converts the options of a group to hints. holmes
+sets the network of a group as the option `net_name`, which becomes the hint "net_name". The NCCL of
+torchcomms reads the hint "netName", so it would ignore the network without a message.
 """
 
 from __future__ import annotations
