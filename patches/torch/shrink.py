@@ -66,7 +66,7 @@ def _keep_network_of_shrunk_group(current, call, instance, ranks_to_exclude, gro
     )
     if current.rank not in remaining:
         return call()  # torch raises an error
-    description = parent.group_desc
+    description = _description_of(parent)
     backend = backend_of(parent)
     if traits_of(backend).is_nccl:
         pg_options = _nccl_options(
@@ -79,10 +79,17 @@ def _keep_network_of_shrunk_group(current, call, instance, ranks_to_exclude, gro
             parent_options=options_of(parent),
         )
     shrunk_group = call(pg_options=pg_options)  # also destroys `parent`
-    _record(current, f"{description}:shrunk", remaining, backend, pg_options)
+    _record(current, f"{description or parent.group_name}:shrunk", remaining, backend, pg_options)
     if is_default_group:
         _note_numbers(current, remaining)
     return shrunk_group
+
+
+def _description_of(group: Any) -> str:
+    """Return the program's description of a process group; "" if the program gave none."""
+    if group.group_desc == "undefined":  # torch's default
+        return ""
+    return group.group_desc
 
 
 @with_session
@@ -105,7 +112,7 @@ def _record_reconfigured_group(current, call, instance, uuid, handles, group=Non
         return work
     _generations[changed_group] = _Generation(uuid, members)
     if members != former.ranks:
-        name = f"{changed_group.group_desc}:reconfigured"
+        name = f"{_description_of(changed_group)}:reconfigured"
         _record(current, name, members, backend_of(changed_group), options_of(changed_group))
         _note_numbers(current, members)
     return work

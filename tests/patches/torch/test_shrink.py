@@ -20,6 +20,7 @@ class Group:
     def __init__(self, ranks, group_desc="pipeline"):
         self.ranks = ranks
         self.group_desc = group_desc
+        self.group_name = "7"
 
 
 @pytest.fixture
@@ -111,6 +112,11 @@ def test_a_shrunk_group_is_recorded_with_the_network_of_its_ranks(job):
     assert shrink_with(job, [2], group=Group([0, 1, 3])) == "shrunk"
     assert recorded(job) == [("pipeline:shrunk", (0, 1), "ib")]
     assert make_group(job) == "new group"
+
+
+def test_a_group_without_a_description_is_recorded_with_its_name(job):
+    shrink_with(job, [1], group=Group([0, 1], group_desc="undefined"))
+    assert recorded(job) == [("7:shrunk", (0,), "ib")]
 
 
 def test_nccl_gets_the_network_of_the_remaining_ranks(job, monkeypatch):
