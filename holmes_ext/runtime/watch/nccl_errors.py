@@ -15,6 +15,7 @@ as after a failure, but no rank is lost. So the patches of the abort methods not
 from __future__ import annotations
 
 import atexit
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from holmes_ext.runtime.groups.backend import group_ranks
 
 #: Number under which torch keeps holmes's hook in each backend. torch's own hooks have other numbers.
 _HOOK_ID = 0x484F4C4D
+#: Longest wait, at the end of the process, for a hook that is running, in seconds.
+_RUNNING_HOOK_S = 15.0
 
 
 class NcclFailure(NamedTuple):
@@ -36,6 +39,7 @@ class _Hook:
     """What torch's abort hooks call in this process."""
 
     report: Callable[[], None] | None = None  # None: failures are not reported by the hooks
+    running = threading.Lock()  # held while a thread of torch runs a hook
     is_unregistered_at_exit = False
 
 
@@ -113,13 +117,17 @@ def report_failures_with(report: Callable[[], None] | None) -> None:
 
 def _on_failure() -> None:
     """Report a failure of NCCL. torch calls this function as an abort hook."""
-    report = _Hook.report
-    if report is not None:
-        report()
+    with _Hook.running:
+        report = _Hook.report
+        if report is not None:
+            report()
 
 
 def _unregister_abort_hooks() -> None:
-    """Remove holmes's hooks from torch: while the interpreter ends, torch's threads must not call Python."""
+    """Remove holmes's hooks from torch at the end of the process.
+
+    A thread of torch that calls Python while the interpreter ends would abort the process, or never return.
+    """
     for _group, backend in cuda_backends():
         unregister = getattr(backend, "unregister_abort_hook", None)
         if unregister is None:
@@ -128,6 +136,9 @@ def _unregister_abort_hooks() -> None:
             unregister(_HOOK_ID)
         except RuntimeError:  # a backend without abort hooks
             continue
+    _Hook.report = None
+    if _Hook.running.acquire(timeout=_RUNNING_HOOK_S):  # no hook runs now
+        _Hook.running.release()
 
 
 def cuda_backends() -> Iterator[tuple[Any, Any]]:

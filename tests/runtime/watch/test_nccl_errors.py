@@ -3,6 +3,8 @@
 Stand-ins for torch's process groups are used, since the tests run without NCCL.
 """
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +47,7 @@ class BackendWithHooks(BackendWithoutHooks):
     def lose_a_rank(self):
         """Do what torch's watchdog does when NCCL reports an error, except for the end of the process."""
         self.state = "COMM_ERROR"
-        for hook in self.hooks.values():
+        for hook in list(self.hooks.values()):
             hook()
 
 
@@ -146,6 +148,28 @@ def test_hooks_are_removed_at_the_end_of_the_process(make_group):
     nccl_errors.register_abort_hook(group)
     nccl_errors._unregister_abort_hooks()
     assert group.backend.hooks == {}
+
+
+def test_the_end_of_the_process_waits_for_a_running_hook(make_group):
+    """The interpreter must not end before the line about the failure is printed."""
+    group = make_group(BackendWithHooks())
+    nccl_errors.register_abort_hook(group)
+    events = []
+    has_begun = threading.Event()
+
+    def report():
+        has_begun.set()
+        time.sleep(0.2)
+        events.append("reported")
+
+    nccl_errors.report_failures_with(report)
+    thread_of_torch = threading.Thread(target=group.backend.lose_a_rank)
+    thread_of_torch.start()
+    has_begun.wait()
+    nccl_errors._unregister_abort_hooks()
+    events.append("interpreter ends")
+    thread_of_torch.join()
+    assert events == ["reported", "interpreter ends"]
 
 
 @pytest.mark.parametrize("abort", ["of the group", "of its backend"])
