@@ -8,10 +8,13 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+#: Seconds after which torch ends the process if an operation has not ended.
+TIMEOUT = timedelta(seconds=float(os.environ.get("TIMEOUT_S", "600")))
 #: holmes looks for failures of NCCL every second.
 LOOK_S = 3.0
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -65,11 +68,21 @@ def lose_a_rank(group: dist.ProcessGroup) -> None:
     torch.cuda.synchronize()
 
 
+def call_different_operations(group: dist.ProcessGroup) -> None:
+    """Call an all-reduce on most ranks, but a broadcast on the last one, as a faulty program does."""
+    value = torch.ones(1000, device=DEVICE)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        dist.broadcast(value, src=0, group=group)
+    else:
+        dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
     scene = globals()[sys.argv[1]]
     torch.cuda.set_device(DEVICE)
-    dist.init_process_group(os.environ.get("BACKEND", "nccl"))
-    all_ranks = dist.new_group(list(range(dist.get_world_size())))
+    dist.init_process_group("nccl")
+    all_ranks = dist.new_group(list(range(dist.get_world_size())), timeout=TIMEOUT)
     dist.all_reduce(torch.ones(1000, device=DEVICE), group=all_ranks)
     torch.cuda.synchronize()
     store = dist.distributed_c10d._get_default_store()  # lives on when all groups are aborted

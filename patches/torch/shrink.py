@@ -114,7 +114,8 @@ def _record_reconfigured_group(current, call, instance, uuid, handles, group=Non
     if members != former.ranks:
         name = f"{_description_of(changed_group)}:reconfigured"
         _record(current, name, members, backend_of(changed_group), options_of(changed_group))
-        _note_numbers(current, members)
+        if changed_group is dist.group.WORLD:
+            _note_numbers(current, members)
     return work
 
 
@@ -137,7 +138,10 @@ def _members_of(
     ordered_handles = sorted(handles) if isinstance(handles, (set, frozenset)) else handles
     members = []
     for handle in ordered_handles:
-        _backend, rank, uuid, *_rest = handle.split(":")
+        parts = handle.split(":")
+        if len(parts) < 3:
+            return None  # torch raises an error
+        _backend, rank, uuid, *_rest = parts
         if int(uuid) == former.uuid:
             members.append(former.ranks[int(rank)])
         elif int(uuid) == _NO_UUID:
