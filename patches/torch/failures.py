@@ -62,9 +62,10 @@ PATCHES = (
     Patch(FAILURES, f"{_C10D}:_register_pg_in_world",
           "torch may abort the process before holmes looks for a failure; every new group is registered here",
           _register_with_abort_hook, only=">=2.13"),
-    Patch(FAILURES, f"{_C10D}:ProcessGroup.abort", _DELIBERATE, replace=_noting_abort_of_group),
+    Patch(FAILURES, f"{_C10D}:ProcessGroup.abort", _DELIBERATE, replace=_noting_abort_of_group,
+          only=">=2.7"),
     # The module torch._C._distributed_c10d is part of a library, so its import cannot be observed. torch's
     # Python code imports it as an attribute of torch._C.
     Patch(FAILURES, f"{_C10D}:torch._C._distributed_c10d.Backend.abort", _DELIBERATE,
-          replace=_noting_abort_of_backend),
+          replace=_noting_abort_of_backend, only=">=2.7"),
 )  # fmt: skip

@@ -204,14 +204,14 @@ def _check_numbers(current: Session) -> None:
 PATCHES = (
     Patch(CHANGED_GROUPS, f"{_C10D}:shrink_group",
           "a shrunk group is made by the backend, without _new_process_group_helper",
-          _keep_network_of_shrunk_group),
+          _keep_network_of_shrunk_group, only=">=2.10"),
     Patch(CHANGED_GROUPS, f"{_C10D}:_reconfigure",
           "a group gets other members, and torch's list of its ranks stays as it was",
           _record_reconfigured_group, only=">=2.14"),
     Patch(CHANGED_GROUPS, f"{_C10D}:_new_process_group_helper",
           "after a change of the default group, ranks have other numbers than in the plan",
-          _refuse_group_after_renumbering),
+          _refuse_group_after_renumbering, only=">=2.10"),
     Patch(CHANGED_GROUPS, f"{_C10D}:split_group",
           "after a change of the default group, ranks have other numbers than in the plan",
-          _refuse_split_after_renumbering),
+          _refuse_split_after_renumbering, only=">=2.10"),
 )  # fmt: skip
