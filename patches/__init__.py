@@ -17,7 +17,8 @@ __all__ = [
 
 _MODULES = {
     "torch": (
-        "groups", "messages", "late_start", "ddp", "fsdp", "passes", "pipelining", "joined", "telemetry",
+        "groups", "messages", "late_start", "shrink", "torchcomms", "ddp", "fsdp", "passes", "pipelining",
+        "joined", "telemetry", "failures",
     ),
     "deepspeed": (
         "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",

@@ -17,6 +17,15 @@ NICS = _older("nics", what="every process group gets the fastest network of its 
 JOINED = _older("joined-torch", option="join", idle=("",), binding=True,
     what="jobs that join: weights, steps and parts of the data set")
 TELEMETRY = _older("telemetry", what="times operations, for reports and the watchdog")
+# Older versions of torch do not have the functions that these two features patch (Patch.only).
+FAILURES = Feature(
+    "nccl-failures", "torch>=2.4", tried=("2.13.0", "2.15.0"), read=("2.7.1", "2.10.0", "2.14.1"),
+    what="failures of NCCL are reported before torch ends the process",
+)  # fmt: skip
+CHANGED_GROUPS = Feature(
+    "changed-groups", "torch>=2.4", tried=("2.13.0", "2.15.0"), read=("2.10.0", "2.14.1"),
+    what="groups that lose or change their ranks keep a planned network",
+)  # fmt: skip
 DDP_HOOK = _of("ddp", what="DistributedDataParallel sums in two levels across clusters")
 FSDP = _of("fsdp", what="FSDP: reports what sharding costs; hybrid sharding")
 PASSES = _of("torch-passes", option="passes", idle=("1f1b",), versions="torch>=2.8", tried=_TRIED[2:],

@@ -94,23 +94,6 @@ def timeout_of(group: Any) -> timedelta | None:
     return getattr(options_of(group), "_timeout", None)
 
 
-def nccl_errors() -> list[tuple[list[int], str]]:
-    """Members and torch's word for it ("COMM_ERROR", "TIMEOUT") of each group whose NCCL has failed; from
-    torch 2.7 on, which leaves its watchdog's thread a minute from there to the end of the process."""
-    import torch
-    import torch.distributed as dist
-
-    errors: list[tuple[list[int], str]] = []
-    cuda = torch.device("cuda")
-    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else ():
-        if cuda not in getattr(group, "_device_types", ()):
-            continue
-        get_error = getattr(group._get_backend(cuda), "get_error", None)
-        if get_error is not None and (error := get_error().name) != "SUCCESS":
-            errors.append((group_ranks(group), error))
-    return errors
-
-
 def network_api_of(backend: str) -> str:
     """Return how a backend reaches a network: "verbs" or "sockets".
 

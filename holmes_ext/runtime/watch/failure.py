@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, nccl_errors
+from holmes_ext.runtime.groups.backend import backend_of
 from holmes_ext.runtime.sockets.deadline import within
 from holmes_ext.runtime.watch import nics
+from holmes_ext.runtime.watch.nccl_errors import nccl_failures
 from holmes_ext.words import some_of
 
 _KEY = "first_failure"
@@ -113,11 +114,11 @@ def describe_nccl_failure() -> str | None:
     torch's watchdog ends the process without an exception in Python, so this message is the only one.
     """
     current = session.active()  # the state of holmes in this process
-    failures = nccl_errors()  # (ranks of a group, error)
+    failures = nccl_failures()
     if current is None or not failures:
         return None
     # The error of the smallest group is reported: few of its ranks can be the lost ones.
-    ranks, error = min(failures, key=lambda failure: len(failure[0]))
+    ranks, error = min(failures, key=lambda failure: len(failure.ranks))
     others = [rank for rank in ranks if rank != current.rank]
     distinct_nodes = dict.fromkeys(current.plan.node_of(rank) for rank in others)
     nodes = some_of(list(distinct_nodes))

@@ -1,5 +1,5 @@
-"""Looks at this node's NICs every second, and ends the process when a needed one stays without link; tells
-of NCCL's failures before torch's watchdog ends the process.
+"""Looks at this node's NICs every second, and ends the process when a needed one stays without link. Reports
+failures of NCCL before torch ends the process.
 
 A collective over a dead link does not fail by itself: TCP goes on trying for a quarter of an hour, and the
 process group's timeout is half an hour by default. A link that comes back in time only costs a line. The
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from holmes_ext.cluster.site import Port
 from holmes_ext.runtime import session
-from holmes_ext.runtime.watch import nics
+from holmes_ext.runtime.watch import flight_recorder, nccl_errors, nics
 from holmes_ext.runtime.watch.failure import describe_nccl_failure, me, with_first
 
 INTERVAL_S = 1.0
@@ -34,11 +34,18 @@ class NicWatch:
         self.ended = threading.Event()
         self._since: dict[str, float] = {}
         self._ignored: set[str] | None = None
-        self._told_failure = False
+        self._has_reported_failure = False
+        self._report_lock = threading.Lock()  # held while a failure of NCCL is reported
 
     def start(self) -> None:
+        nccl_errors.report_failures_with(self.report_nccl_failure)
         self.look(time.monotonic())
         threading.Thread(target=self.run, name="holmes NICs", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread at its next look, and report no further failures of NCCL."""
+        self.ended.set()
+        nccl_errors.report_failures_with(None)
 
     def run(self) -> None:
         while not self.ended.wait(INTERVAL_S):
@@ -57,11 +64,7 @@ class NicWatch:
         current = session.active()
         if current is None:
             return
-        if not self._told_failure:
-            nccl_failure = describe_nccl_failure()
-            if nccl_failure:
-                self._told_failure = True
-                _tell(nccl_failure)
+        self.report_nccl_failure()
 
         troubled = {}  # name of a NIC -> the NIC, and its problem in words
         for port in nics.in_use(current):
@@ -96,6 +99,32 @@ class NicWatch:
                 self._end(f"{me(current)}: {fault} for {away:.0f} s, and groups of this rank need it; "
                           "the job ends here")
                 return
+
+    def report_nccl_failure(self) -> None:
+        """Print a line if NCCL has failed in a process group of this rank.
+
+        A second line says where torch's flight recorder writes what the ranks did before.
+
+        Only the first failure is printed. The thread of this watch and threads of torch may call this method
+        at the same time. The method returns when the lines are printed, since torch may then end the process.
+        """
+        with self._report_lock:
+            if self._has_reported_failure:
+                return
+            line = describe_nccl_failure()
+            if line:
+                self._has_reported_failure = True
+                _tell(line)
+                self._tell_of_dump()
+
+    def _tell_of_dump(self) -> None:
+        """Print where torch's flight recorder writes the last operations of this rank, if it does."""
+        current = session.active()
+        if current is None:
+            return
+        hint = flight_recorder.dump_hint(current.rank)
+        if hint:
+            _tell(hint)
 
     def _tell_once(self, current: session.Session, line: str) -> None:
         """For each node."""

@@ -19,7 +19,7 @@ from holmes_ext.runtime.measure.optimizer_steps import StepCounter
 from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import STORE_S, connect
-from holmes_ext.runtime.watch import nics
+from holmes_ext.runtime.watch import flight_recorder, nics
 from holmes_ext.runtime.watch.as_planned import Comparison
 from holmes_ext.runtime.watch.metrics import Metrics
 from holmes_ext.runtime.watch.nic_watch import NicWatch
@@ -98,7 +98,7 @@ def watch_nics(patience_s: float) -> None:
 
 def unwatch_nics() -> None:
     if _Running.nics is not None:
-        _Running.nics.ended.set()
+        _Running.nics.stop()
     _Running.nics = None
 
 
@@ -170,6 +170,7 @@ def _watchdog(current: Session, recorder: telemetry.Recorder, factor: float, flo
         rates={fabric.name: round(fabric.rate_bps * lab_scale(os.environ))
                for fabric in current.site.fabrics},
         carried=lambda: nics.bytes_carried(current.node), host=None if process.agent_store else first,
+        dump_hint=lambda: flight_recorder.dump_hint(current.rank),
     )  # fmt: skip
 
 

@@ -158,11 +158,13 @@ class Watchdog:
     say: Callable[[str], None] = tell_user
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    dump_hint: Callable[[], str] = lambda: ""  # says where torch's flight recorder writes; "" if nowhere
 
     def __post_init__(self) -> None:
         self.pause_s = min(2.0, max(0.25, self.floor_s / 8))
         self._store: Any = None
         self._looks, self._alone_at = 0, -1
+        self._has_said_dump_hint = False
         self._carried: tuple[float, Mapping[str, int]] | None = None
         self._ended = threading.Event()
 
@@ -293,6 +295,16 @@ class Watchdog:
             usual = "no step's time is known yet" if median is None else f"the median is {median:.2f} s"
             self.say(f"step {late} takes {self._so_far():.1f} s so far, {usual}: {cause} (seen by rank "
                      f"{state.rank})")
+            self._say_dump_hint()
+
+    def _say_dump_hint(self) -> None:
+        """Print once where torch's flight recorder writes its dumps, if it writes any."""
+        if self._has_said_dump_hint:
+            return
+        self._has_said_dump_hint = True
+        hint = self.dump_hint()
+        if hint:
+            self.say(hint)
 
     def say_alone(self) -> None:
         """The store is silent: the lowest rank of those that are waited for, but its host, says what it

@@ -16,6 +16,7 @@ from holmes_ext.runtime.groups.transport import Transport
 from holmes_ext.runtime.session import GroupRecord
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.watch import failure, nic_watch, nics
+from holmes_ext.runtime.watch.nccl_errors import NcclFailure
 
 FABRICS = (Fabric("roce", "roce", 10**9, 4e-6), Fabric(ETHERNET, "ethernet", 10**8, 3e-5))
 
@@ -209,8 +210,8 @@ def test_a_failure_of_nccl_is_told_once_and_names_who_is_lost(current, monkeypat
     monkeypatch.setattr(nics, "trouble", lambda port: "")
     monkeypatch.setattr(nics, "answers_at", lambda source, target: True)
     # NCCL's errors: ranks of the group, error of its communicator. This process is rank 1.
-    errors = [([0, 1, 2], "REMOTE_ERROR"), ([0, 1], "COMM_ERROR")]
-    monkeypatch.setattr(failure, "nccl_errors", lambda: errors)
+    errors = [NcclFailure([0, 1, 2], "REMOTE_ERROR"), NcclFailure([0, 1], "COMM_ERROR")]
+    monkeypatch.setattr(failure, "nccl_failures", lambda: errors)
     # The thread that watches the NICs and NCCL. Patience 0: a NIC in trouble does not end the job.
     watch = nic_watch.NicWatch(0.0, trouble=nics.trouble)
     for now in range(3):  # seconds
@@ -220,7 +221,7 @@ def test_a_failure_of_nccl_is_told_once_and_names_who_is_lost(current, monkeypat
     assert line.startswith("holmes: rank 1 on node b1: communication failed; node b0 (rank 0) is lost: "
                            "NCCL's COMM_ERROR in the group of ranks 0, 1"), line
     # Two other answers of NCCL: a timeout, and no error.
-    errors[:] = [([0, 1], "TIMEOUT")]
+    errors[:] = [NcclFailure([0, 1], "TIMEOUT")]
     assert "; the timeout has passed: NCCL's TIMEOUT" in failure.describe_nccl_failure()
     errors.clear()
     assert failure.describe_nccl_failure() is None

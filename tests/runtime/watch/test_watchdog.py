@@ -189,6 +189,20 @@ def test_one_line_while_a_rank_is_stopped():
     assert "which does not answer" in line and line.endswith("(seen by rank 0)")
 
 
+def test_the_dumps_of_the_flight_recorder_are_named_once():
+    """The second line says where they are. Later steps that are late do not repeat it."""
+    job = Job(2, answering=(0,))
+    job.dogs[0].dump_hint = lambda: "torch writes the last operations of rank 0 to trace_0"
+    job.steps(5)
+    for _ in range(2):  # steps that are late
+        job.enter(0)
+        job.now += 20
+        job.look()
+        job.steps(3)
+    assert [line for line in job.lines if "trace_0" in line] == [job.lines[1]]
+    assert sum("which does not answer" in line for line in job.lines) == 2
+
+
 def test_a_rank_that_computes_is_told_from_a_dead_one():
     job = Job(3)
     job.steps(5)
