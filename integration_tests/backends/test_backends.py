@@ -1,10 +1,11 @@
 """Tests each engine with each name that a script can give NCCL's backend, on emulated GPUs.
 
-Since torch 2.15, a script can name several implementations of NCCL's backend. Whatever the name, a job must
+Since torch 2.14, a script can name several implementations of NCCL's backend. Whatever the name, a job must
 learn what it learns without holmes, and the groups inside a cluster must use the cluster's network.
 """
 
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 from carriers import gpu_only
@@ -13,6 +14,11 @@ from packaging.version import Version
 from integration_tests.jobs import ROOT, full
 from integration_tests.rows.job import STEPS, Runs, StartInLab
 from integration_tests.rows.jobs import JOBS
+
+def torch_version() -> Version:
+    """Return the version of the installed torch, without importing it."""
+    return Version(Version(metadata.version("torch")).base_version)
+
 
 pytestmark = [gpu_only, pytest.mark.over_nccl, pytest.mark.timeout(1800)]
 
@@ -28,23 +34,22 @@ ENGINES = {
     "torch pipelining": "torch's pipelining",
 }
 BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
-#: Names that exist since torch 2.15. USE_NCCL2=0 is "nccl" with the variable TORCH_DIST_USE_NCCL2=0.
-NEW_BACKENDS = ("nccl2", "nccl-lazy", "nccl-legacy", "USE_NCCL2=0", "cpu:gloo,cuda:nccl2")
-
-
-def torch_version() -> Version:
-    import torch
-
-    return Version(Version(torch.__version__).base_version)
+#: Names that exist since torch 2.14.
+NEW_BACKENDS = ("nccl2", "nccl-lazy", "nccl-legacy", "cpu:gloo,cuda:nccl2")
+#: "nccl" with this value of an environment variable is not the implementation that it is by default.
+VARIABLE = "TORCH_DIST_USE_NCCL2"
+OTHER_VALUE = "0" if torch_version() >= Version("2.15") else "1"
 
 
 def has_new_backends() -> bool:
-    return torch_version() >= Version("2.15")
+    return torch_version() >= Version("2.14")
 
 
 def combinations():
     """Return a parameter for each engine and backend. Without HOLMES_TEST_FULL=1, DDP alone runs."""
-    backends = [*BACKENDS, *(NEW_BACKENDS if has_new_backends() else ())]
+    backends = [*BACKENDS]
+    if has_new_backends():
+        backends += [*NEW_BACKENDS, f"{VARIABLE}={OTHER_VALUE}"]
     parameters = []
     for engine in ENGINES:
         for backend in backends:
@@ -61,9 +66,9 @@ def job_with(engine: str, backend: str, other_devices: bool = False):
     """
     job = next(job for job in JOBS if job.name == ENGINES[engine])
     env = {}
-    if backend == "USE_NCCL2=0":
+    if backend.startswith(VARIABLE):
         backend = "nccl"
-        env["TORCH_DIST_USE_NCCL2"] = "0"
+        env[VARIABLE] = OTHER_VALUE
 
     def command(folder):
         original = job.command(folder)
@@ -125,7 +130,7 @@ def test_losses_are_stocks_and_groups_use_their_networks(
     assert runs.report_json["done"]["differences"] == []
 
 
-@pytest.mark.skipif(not has_new_backends(), reason="nccl-lazy is new in torch 2.15")
+@pytest.mark.skipif(not has_new_backends(), reason="nccl-lazy is new in torch 2.14")
 def test_a_message_inside_a_cluster_uses_the_network_of_the_cluster(two_clusters):
     """nccl-lazy makes a communicator for two ranks, with the network of the whole group: here Ethernet."""
     before = two_clusters.lab.counters()

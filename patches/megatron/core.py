@@ -298,7 +298,10 @@ def _has_communicator(world: Any, nccl: Any, backend: str) -> bool:
         # With lazy_init, torch can split the group only after its communicator was made.
         is_lazy = getattr(nccl.options, "lazy_init", False)
         return not is_lazy or nccl.supports_splitting
-    return world.bound_device_id is not None or nccl._is_initialized()
+    if world.bound_device_id is not None:
+        return True
+    # nccl2 of torch 2.14 does not tell whether it is initialized. Then the answer is yes, to be safe.
+    return not hasattr(nccl, "_is_initialized") or nccl._is_initialized()
 
 
 #: Fields of TransformerConfig, besides the layout, by which a program splits the layers over the stages. Each

@@ -128,7 +128,7 @@ def _give_group_its_nic(
         options = _nccl_options(current, ranks, nccl_backend, options, timeout, name)
         if is_postponed:
             options = with_lazy_init(options)
-        if traits_of(nccl_backend).binds_device:
+        if traits_of(nccl_backend).is_nccl2:
             # nccl2 names a communicator after its group, and overwrites comm_name in the options.
             new_arguments["group_name"] = f"{name}:{group_name}"
     if "gloo" in backend_names:

@@ -1,8 +1,8 @@
 """Gives the messages between two ranks the network of these two ranks, with the backend nccl-lazy.
 
-nccl-lazy of torch 2.15 makes a communicator for each pair of ranks that exchange messages (send, recv, isend,
-irecv). The communicator takes the network of the whole group. So two ranks of the same cluster use Ethernet
-if the group spans several clusters. Here such messages use a process group of the two ranks.
+nccl-lazy (torch 2.14 or newer) makes a communicator for each pair of ranks that exchange messages (send,
+recv, isend, irecv). The communicator takes the network of the whole group. So two ranks of the same cluster use
+Ethernet if the group spans several clusters. Here such messages use a process group of the two ranks.
 
 Batches of messages (batch_isend_irecv) do not use communicators of pairs, and are not changed.
 """
@@ -88,7 +88,7 @@ def _group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
 
 _C10D = "torch.distributed.distributed_c10d"
 _REASON = "a communicator of nccl-lazy for two ranks has the network of the whole group"
-_SINCE = ">=2.15"
+_SINCE = ">=2.14"
 
 PATCHES = (
     Patch(NICS, f"{_C10D}:send", _REASON, _send_over_pair_group, only=_SINCE),

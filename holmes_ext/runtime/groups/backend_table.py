@@ -5,9 +5,11 @@
     nccl-legacy   verbs         GPU          at the first operation  bound only if the program binds it
     nccl2         verbs         GPU          with the group          always bound
     nccl-lazy     verbs         GPU          like nccl2; one more for each pair of ranks that sends messages
-    nccl          nccl2 since torch 2.15, unless TORCH_DIST_USE_NCCL2=0; before and otherwise nccl-legacy
+    nccl          nccl2 in torch 2.15, nccl-legacy before. TORCH_DIST_USE_NCCL2=0 or 1 selects the other one.
     fake          verbs         CPU, GPU     never: one process stands for all ranks, as if it used NCCL
     mpi, ucc, nccl4py           choose one network for all groups of a process
+
+In torch 2.14, nccl2 and nccl-lazy make communicators and bind devices like nccl-legacy.
 
 Any other name was registered by another package. holmes cannot choose its networks, and prints a warning.
 
@@ -16,9 +18,9 @@ Source: _register_builtin_*_backend and _nccl2_device in torch/distributed/distr
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 
@@ -38,12 +40,12 @@ class BackendTraits:
     network_api: str  # VERBS or SOCKETS; "" if the backend chooses its networks itself
     device_type: str = ""  # of its tensors: "cuda"; "" if it takes tensors on both CPU and GPU
     is_nccl: bool = False  # takes ProcessGroupNCCL.Options, and runs its operations on CUDA streams
+    # The implementation of NCCL's backend that is new in torch 2.14. It names a communicator after its group.
+    # A synchronous operation returns a Work, whose wait() waits for nothing. (nccl-legacy returns none.)
+    is_nccl2: bool = False
     connects: Connect = Connect.WITH_GROUP
     binds_device: bool = False  # each of its groups is bound to a device when it is made
     has_pair_communicators: bool = False  # messages between two ranks use a communicator of their own
-    # A synchronous operation runs on the program's stream. It returns a Work, whose wait() waits for nothing.
-    # nccl-legacy returns no Work since torch 2.8.
-    returns_done_work: bool = False
     is_known: bool = True  # False: another package registered the backend
 
 
@@ -54,23 +56,12 @@ _LEGACY = BackendTraits(
     is_nccl=True,
     connects=Connect.AT_FIRST_OPERATION,
 )
-_NCCL2 = BackendTraits(
-    "nccl2",
-    VERBS,
-    device_type="cuda",
-    is_nccl=True,
-    connects=Connect.WITH_GROUP,
-    binds_device=True,
-    returns_done_work=True,
-)
 _TABLE = {
     traits.name: traits
     for traits in (
         BackendTraits("gloo", SOCKETS),
         BackendTraits("fake", VERBS),
         _LEGACY,
-        _NCCL2,
-        replace(_NCCL2, name="nccl-lazy", has_pair_communicators=True),
         BackendTraits("nccl4py", "", device_type="cuda"),
         BackendTraits("mpi", ""),
         BackendTraits("ucc", ""),
@@ -86,14 +77,32 @@ def traits_of(name: str) -> BackendTraits:
     """
     name = name.lower()
     if name == "nccl":
-        implementation = _NCCL2 if _nccl_is_nccl2() else _LEGACY
-        return replace(implementation, name="nccl")
-    return _TABLE.get(name) or BackendTraits(name, network_api="", is_known=False)
+        traits = _nccl2() if _nccl_is_nccl2() else _LEGACY
+    elif name == "nccl2":
+        traits = _nccl2()
+    elif name == "nccl-lazy":
+        traits = replace(_nccl2(), has_pair_communicators=True)
+    else:
+        return _TABLE.get(name) or BackendTraits(name, network_api="", is_known=False)
+    return replace(traits, name=name)
+
+
+def _nccl2() -> BackendTraits:
+    """Return the row of nccl2 for the installed version of torch."""
+    from torch.distributed import distributed_c10d
+
+    if not hasattr(distributed_c10d, "_nccl2_device"):  # torch 2.14
+        return replace(_LEGACY, is_nccl2=True)
+    return replace(_LEGACY, is_nccl2=True, connects=Connect.WITH_GROUP, binds_device=True)
 
 
 def _nccl_is_nccl2() -> bool:
     """Return whether torch's backend "nccl" is the implementation that is also called "nccl2"."""
     from torch.distributed import distributed_c10d
 
-    torch_has_nccl2 = hasattr(distributed_c10d, "_create_nccl2_process_group")
-    return torch_has_nccl2 and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+    create_nccl2 = getattr(distributed_c10d, "_create_nccl2_process_group", None)
+    if create_nccl2 is None:  # torch before 2.14
+        return False
+    backend: Any = distributed_c10d.Backend
+    backend._ensure_backend_registered("nccl")  # reads TORCH_DIST_USE_NCCL2, at the first call
+    return backend._plugins["NCCL"].creator_fn is create_nccl2

@@ -27,7 +27,7 @@ class GroupTraffic:
         self.backend = backend_of(process_group)
         traits = traits_of(self.backend)
         self.is_on_device = traits.is_nccl  # its operations run on CUDA streams
-        self.returns_done_work = traits.returns_done_work  # by its synchronous operations
+        self.is_nccl2 = traits.is_nccl2
         self.description = str(process_group.group_desc or "").replace("undefined", "")
         made = [r.transport for r in current.groups if r.ranks == self.ranks and r.backend == self.backend]
         self.transport = made[-1] if made else current.transport(self.ranks, self.backend)

@@ -133,7 +133,7 @@ class Recorder:
         if (waiting := self.coalescing.get(id(process_group))) is not None:
             waiting.append(op)
             return
-        if is_synchronous and op.group.returns_done_work:
+        if is_synchronous and op.group.is_nccl2:
             work = None  # its wait() would take no time, although the program's stream stands still
         if work is not None:
             key = id(work)

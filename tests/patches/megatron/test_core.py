@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from clusters import example
-from torch.distributed import distributed_c10d
+from torch_releases import look_like_torch
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
@@ -84,7 +84,7 @@ def test_layout_notation():
 
 def default_group(monkeypatch, backend, *, initialized=False, device=None):
     """A default group of this backend as a program has initialized it, with options of its own."""
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")  # "nccl" of torch 2.15 is then the one of torch 2.13
+    look_like_torch(monkeypatch, "2.13")
     own = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(minutes=3)),
                           _is_initialized=lambda: initialized)
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: backend)
@@ -113,8 +113,7 @@ def test_taking_over_after_nccl_has_made_a_communicator_is_refused(monkeypatch, 
 def torch_2_15(monkeypatch):
     """Let torch look like torch 2.15, whose "nccl" is always bound to a device."""
     options = SimpleNamespace(lazy_init=False)
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    monkeypatch.setattr(distributed_c10d, "_create_nccl2_process_group", None, raising=False)
+    look_like_torch(monkeypatch, "2.15")
     nccl = SimpleNamespace(Options=lambda: options)
     monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")

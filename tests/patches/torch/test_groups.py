@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _create_c10d_store
+from torch_releases import look_like_torch
 
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
@@ -348,8 +349,7 @@ def torch_2_15(on_nccl, monkeypatch):
     capability = distributed_c10d.Backend.backend_capability
     for name in ("nccl2", "nccl-lazy", "nccl-legacy", "mooncake", "ucc"):
         monkeypatch.setitem(capability, name, ["cuda"])
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    monkeypatch.setattr(distributed_c10d, "_create_nccl2_process_group", None, raising=False)
+    look_like_torch(monkeypatch, "2.15")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=OptionsOf215))
     return on_nccl
 

@@ -1,45 +1,48 @@
 """Tests the table of torch.distributed's backends."""
 
 import pytest
-from torch.distributed import distributed_c10d
+from torch_releases import look_like_torch
 
 from holmes_ext.runtime.groups.backend_table import Connect, traits_of
 
 
-@pytest.fixture(params=[False, True], ids=["torch without nccl2", "torch with nccl2"])
-def has_nccl2(request, monkeypatch):
-    """Let torch look as if it had the backend nccl2, or not."""
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    if request.param:
-        monkeypatch.setattr(distributed_c10d, "_create_nccl2_process_group", None, raising=False)
-    else:
-        monkeypatch.delattr(distributed_c10d, "_create_nccl2_process_group", raising=False)
-    return request.param
-
-
-def test_nccl_is_nccl2_since_torch_2_15(has_nccl2):
+@pytest.mark.parametrize("release, is_nccl2", [("2.13", False), ("2.14", False), ("2.15", True)])
+def test_nccl_is_nccl2_since_torch_2_15(monkeypatch, release, is_nccl2):
+    look_like_torch(monkeypatch, release)
     traits = traits_of("nccl")
     assert traits.name == "nccl"
-    assert traits.binds_device is has_nccl2
-    assert traits.returns_done_work is has_nccl2
-    assert traits.connects is (Connect.WITH_GROUP if has_nccl2 else Connect.AT_FIRST_OPERATION)
+    assert traits.is_nccl2 is is_nccl2
+    assert traits.binds_device is is_nccl2
+    assert traits.connects is (Connect.WITH_GROUP if is_nccl2 else Connect.AT_FIRST_OPERATION)
 
 
-@pytest.mark.parametrize("value, is_nccl2", [("0", False), ("1", True), ("", True)])
-def test_an_environment_variable_selects_the_older_implementation(monkeypatch, value, is_nccl2):
-    monkeypatch.setattr(distributed_c10d, "_create_nccl2_process_group", None, raising=False)
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", value)
-    assert traits_of("nccl").binds_device is is_nccl2
+@pytest.mark.parametrize("release", ["2.14", "2.15"])
+@pytest.mark.parametrize("is_nccl2", [False, True])
+def test_torch_says_which_implementation_nccl_is(monkeypatch, release, is_nccl2):
+    """TORCH_DIST_USE_NCCL2 selects it when torch registers the backend."""
+    look_like_torch(monkeypatch, release, nccl_is_nccl2=is_nccl2)
+    assert traits_of("nccl").is_nccl2 is is_nccl2
+
+
+def test_nccl2_of_torch_2_14_connects_like_nccl_legacy(monkeypatch):
+    look_like_torch(monkeypatch, "2.14")
+    for name in ("nccl2", "nccl-lazy"):
+        traits = traits_of(name)
+        assert traits.is_nccl2 and not traits.binds_device
+        assert traits.connects is Connect.AT_FIRST_OPERATION
 
 
 @pytest.mark.parametrize("name", ["nccl", "nccl-legacy", "nccl2", "nccl-lazy", "NCCL2"])
-def test_all_names_of_nccl_have_networks(name):
+def test_all_names_of_nccl_have_networks(monkeypatch, name):
+    look_like_torch(monkeypatch, "2.15")
     traits = traits_of(name)
+    assert traits.name == name.lower()
     assert traits.is_nccl and traits.is_known
     assert (traits.network_api, traits.device_type) == ("verbs", "cuda")
 
 
-def test_only_nccl_lazy_has_communicators_of_pairs():
+def test_only_nccl_lazy_has_communicators_of_pairs(monkeypatch):
+    look_like_torch(monkeypatch, "2.15")
     names = ["nccl", "nccl-legacy", "nccl2", "nccl-lazy", "gloo"]
     assert [name for name in names if traits_of(name).has_pair_communicators] == ["nccl-lazy"]
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch_releases import look_like_torch
 
 from holmes_ext.runtime.groups import communicators
 
@@ -27,8 +27,7 @@ class OlderOptions:
 @pytest.fixture(autouse=True)
 def torch_2_15(monkeypatch):
     """Let torch look like torch 2.15."""
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    monkeypatch.setattr(distributed_c10d, "_create_nccl2_process_group", None, raising=False)
+    look_like_torch(monkeypatch, "2.15")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
 
 

@@ -90,7 +90,7 @@ class Job:
         self.process_group = SimpleNamespace()
         self.group = SimpleNamespace(name="g", backend="nccl", ranks=(0, 1), collectives=0, messages={},
                                      on_device=deque(), last_end=0.0, is_on_device=True,
-                                     returns_done_work=False)
+                                     is_nccl2=False)
         self.recorder.groups[id(self.process_group)] = self.group
 
     def launch(self, work=None, name="all_reduce", to=None, is_synchronous=False):
@@ -160,7 +160,7 @@ def test_the_work_of_a_synchronous_operation_of_nccl2_is_not_timed(gpu):
     The operation runs on the compute stream, so it is exposed for its whole duration, here 250 ms.
     """
     job = Job(gpu)
-    job.group.returns_done_work = True
+    job.group.is_nccl2 = True
     work = Work()
     op = job.launch(work, is_synchronous=True)
     assert job.recorder.by_work == {}  # Work.wait of `work` finds no operation
@@ -175,7 +175,7 @@ def test_the_work_of_a_synchronous_operation_of_nccl2_is_not_timed(gpu):
 @pytest.mark.parametrize("are_synchronous", [(True, True), (True, False)])
 def test_a_block_is_synchronous_if_all_its_operations_are(gpu, are_synchronous):
     job = Job(gpu)
-    job.group.returns_done_work = True
+    job.group.is_nccl2 = True
     job.recorder.coalescing[id(job.process_group)] = []
     for is_synchronous in are_synchronous:
         job.launch(None, is_synchronous=is_synchronous)

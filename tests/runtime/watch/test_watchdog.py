@@ -155,7 +155,7 @@ def group_of(ranks):
         backend="gloo",
         on_device=[],
         is_on_device=False,
-        returns_done_work=False,
+        is_nccl2=False,
     )
 
 
