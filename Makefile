@@ -8,6 +8,9 @@
 # make check  lint and types
 # make docs   the site of docs/ into build/site, strictly: a link to nothing, or a block that differs from the code, fails
 # make gpu    CUDA and NCCL without a GPU: the tests of emulated GPUs, in an environment of their own (.venv-gpu, 6 GB)
+# make gpu-next  one test file of each engine over NCCL, as in `make gpu`, on a newer torch (NEXT_TORCH) in an environment of
+#             its own (.venv-gpu215, 6 GB). GPU_NEXT=FOLDER: an environment that exists, with torch, requirements/gpu.txt and
+#             this tree (pip install --no-deps -e .) in it
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
 # make physical  the tests that `make gpu` runs over NCCL, too, on one physical GPU that all ranks share (root; BIN as for nccl;
 #             after make gpu-libraries, for the lab's network plugin)
@@ -46,6 +49,14 @@ ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.p
    $(if $(filter 1,$(HOLMES_TEST_FULL)),tests/patches/torch/test_ddp.py \
    $(addprefix integration_tests/test_adapt,.py _sums.py _apart.py))
 
+# The torch of `make gpu-next`, its environment, and its tests: one file of each engine, and NCCL's networks.
+NEXT_TORCH ?= 2.15.0
+NEXT_VENV := .venv-gpu$(subst .,,$(basename $(NEXT_TORCH)))
+GPU_NEXT ?= $(NEXT_VENV)
+NEXT_ENGINES := tests/patches/torch/test_ddp.py $(addprefix integration_tests/,stacks/test_fsdp2.py \
+   deepspeed/test_two_clusters.py deepspeed/test_zero.py megatron/test_core.py stacks/test_pipelining.py)
+ON_NEXT := $(NEXT_ENGINES) integration_tests/gpu/test_networks.py
+
 # Each run of pytest writes what became of its tests to RESULTS/PART.xml (JUnit XML). tests/summary.py makes a table of them.
 RESULTS := build/results
 # $(call PYTEST,PYTHON,PART): results of an earlier run must not be taken for those of a run that ended early.
@@ -53,7 +64,7 @@ PYTEST = rm -f $(RESULTS)/$(2).xml; $(1) -m pytest --timeout=900 --junitxml=$(RE
 # $(call SUMMARY,PART...): .ci/run and make nightly print one summary of all parts themselves.
 SUMMARY = $(if $(filter no,$(SUMMARIZE)),true,$(BIN)/python tests/summary.py $(patsubst %,$(RESULTS)/%.xml,$(1)))
 
-.PHONY: demo test unit gpu gpu-libraries nccl physical check docs matrix soak faults nightly mutants old-versions checkouts summary \
+.PHONY: demo test unit gpu gpu-next gpu-libraries nccl physical check docs matrix soak faults nightly mutants old-versions checkouts summary \
    torchtitan .venv .venv-gpu tools clean
 
 demo: tools .venv
@@ -90,6 +101,15 @@ gpu-libraries: tools .venv-gpu
 	   test -z "$$HOLMES_NCCL_SOURCE" && test ! -e "$${XDG_CACHE_HOME:-$$HOME/.cache}/holmes_ext/nccl" && \
 	   echo "make: NO NCCL SOURCE, so whatever needs NCCL is skipped: make checkouts"; }
 
+# All tests of these files, unless HOLMES_TEST_FULL says otherwise: over NCCL, few of them belong to a landing.
+gpu-next: tools $(if $(filter $(NEXT_VENV),$(GPU_NEXT)),$(NEXT_VENV)/installed)
+	@cd / && $(abspath $(GPU_NEXT))/bin/python -c 'import sys, holmes_ext; sys.exit(holmes_ext.__path__[0] != sys.argv[1])' \
+	   $(CURDIR)/holmes_ext 2>/dev/null || { echo "make: $(GPU_NEXT) does not have the holmes_ext of this folder:" \
+	   "$(GPU_NEXT)/bin/python -m pip install --no-deps -e ." >&2; exit 1; }
+	@$(GPU_NEXT)/bin/python -m holmes_ext.cli.main lab build --python $(GPU_NEXT)/bin/python
+	@mkdir -p $(RESULTS); export HOLMES_TEST_CARRIER=nccl HOLMES_TEST_FULL=$${HOLMES_TEST_FULL:-1}; \
+	$(call PYTEST,$(GPU_NEXT)/bin/python,gpu-next) $(ON_NEXT) $(PYTEST_ARGS)
+
 unit: tools .venv
 	@mkdir -p $(RESULTS)
 	$(call PYTEST,$(BIN)/python,tests) tests $(PYTEST_ARGS)
@@ -119,7 +139,7 @@ $(TORCHTITAN): requirements/torchtitan.txt | $(TORCHTITAN_VENV)
 
 # Of whatever ran last.
 summary:
-	@$(call SUMMARY,tests integration_tests gpu-operators gpu over-nccl)
+	@$(call SUMMARY,tests integration_tests gpu-operators gpu over-nccl gpu-next)
 
 checkouts:
 	@$(PYTHON) tests/checkouts.py
@@ -152,7 +172,7 @@ faults: .venv
 	export HOLMES_TEST_FULL=1; $(call PYTEST,$(BIN)/python,faults) -n $(WORKERS) --dist worksteal $(FAULTS) $(PYTEST_ARGS)
 
 # Everything that a landing leaves out. What fails does not end the rest; the summary comes last.
-NIGHTLY := test gpu mutants old-versions
+NIGHTLY := test gpu gpu-next mutants old-versions
 
 nightly: tools .venv
 	@rm -rf $(RESULTS)
@@ -195,9 +215,23 @@ $(GPU_STAMP): requirements/torch.txt requirements/gpu.txt requirements/constrain
 	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(GPU_PIP) -r requirements/torch.txt $(TORCH_GPU_ARGS)
 	@$(GPU_BIN)/python -c 'import sys; sys.exit("+cpu" in open(sys.argv[1]).read() and "make: pip took a torch for the CPU; see TORCH_GPU_ARGS")' \
 	   $$(echo .venv-gpu/lib/python3*/site-packages/torch/version.py)
-	@DS_BUILD_OPS=0 $(GPU_PIP) -r requirements/gpu.txt
+	@DS_BUILD_OPS=0 $(GPU_BIN)/python requirements/beside_torch.py -c requirements/constraints.txt -c requirements/dev.txt \
+	   -r requirements/gpu.txt
 	@$(GPU_PIP) --no-deps -e .
 	@$(call IMPORT_ONCE,$(GPU_BIN))
+	@touch $@
+
+NEXT_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEXT_VENV)/bin/python -m pip install -qq --no-input --no-compile
+
+# Without pip's configuration, which may have a constraint for an older torch.
+$(NEXT_VENV)/installed: requirements/gpu.txt requirements/constraints.txt requirements/beside_torch.py setup.py pyproject.toml holmes_ext.pth
+	@echo "make: installing torch $(NEXT_TORCH) and what runs on it into $(NEXT_VENV) (6 GB of disk, 2 to 10 minutes, once)"
+	@$(PYTHON) -m venv $(NEXT_VENV)
+	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(NEXT_PIP) torch==$(NEXT_TORCH) $(TORCH_GPU_ARGS)
+	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= DS_BUILD_OPS=0 $(NEXT_VENV)/bin/python requirements/beside_torch.py \
+	   -c requirements/constraints.txt -c requirements/dev.txt -r requirements/gpu.txt
+	@$(NEXT_PIP) --no-deps -e .
+	@$(call IMPORT_ONCE,$(NEXT_VENV)/bin)
 	@touch $@
 
 # What is needed besides Python packages: iproute2, and the right to make network namespaces.
@@ -208,4 +242,4 @@ tools:
 	   echo "make: emulated clusters need root or unprivileged user namespaces: sudo make ... (or sysctl kernel.unprivileged_userns_clone=1)" >&2; exit 1; }
 
 clean:
-	rm -rf .venv .venv-gpu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-gpu $(NEXT_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -183,8 +183,8 @@ def _signature(name: str, value: Any) -> str:
 
 
 #: Of holmes_ext.initialize_model_parallel, which only a program on megatron-core can load.
-_MEGATRONS = ("megatron.core.parallel_state's function, with its arguments, that switches holmes on where it "
-              "is off")
+_MEGATRONS = ("megatron.core.parallel_state's function, which also switches holmes on where it is off "
+              "(import it above init_process_group)")
 
 
 def _public_names() -> Iterator[tuple[str, Any]]:

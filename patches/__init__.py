@@ -17,8 +17,8 @@ __all__ = [
 
 _MODULES = {
     "torch": (
-        "groups", "late_start", "shrink", "torchcomms", "ddp", "fsdp", "passes", "pipelining", "joined",
-        "telemetry", "failures",
+        "groups", "messages", "late_start", "shrink", "torchcomms", "ddp", "fsdp", "passes", "pipelining",
+        "joined", "telemetry", "failures",
     ),
     "deepspeed": (
         "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",

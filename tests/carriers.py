@@ -27,7 +27,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.lab.gpu import nccl_source
 from holmes_ext.lab.gpu.build import cache_folder
 from holmes_ext.lab.gpu.job import GpuClock, Gpus, of_stock
-from holmes_ext.lab.gpu.libraries import libraries
+from holmes_ext.lab.gpu.libraries import advised_nccl, libraries
+from holmes_ext.lab.gpu.torch_build import find_torch
 from holmes_ext.lab.network.shaping import LabNode
 
 CARRIER = os.environ.get("HOLMES_TEST_CARRIER", "gloo")
@@ -86,14 +87,23 @@ def gpus() -> Gpus | PhysicalGpu:
         if not plugin:
             pytest.skip("no network plugin: make gpu-libraries")
         return PhysicalGpu(plugin)
-    # Emulated GPUs need a library that is compiled from the source of NCCL.
-    is_source_named = bool(os.environ.get(nccl_source.VARIABLE))
-    if not is_source_named:
-        try:
-            nccl_source.find_nccl(None, cache_folder())
-        except HolmesError as error:
-            pytest.skip(str(error))
+    skip_without_nccl_source()
     return Gpus(libraries([sys.executable], os.environ))
+
+
+def skip_without_nccl_source() -> None:
+    """Skip the test if no source of NCCL is found. Emulated GPUs need a library that is compiled from it.
+
+    If the environment variable HOLMES_NCCL_SOURCE is set, the test is not skipped. Where it names no source,
+    the build fails with a message.
+    """
+    if os.environ.get(nccl_source.VARIABLE):  # "HOLMES_NCCL_SOURCE"
+        return
+    torch_build = find_torch(sys.executable, os.environ)
+    try:
+        nccl_source.find_nccl(None, cache_folder(), advised_nccl(torch_build))
+    except HolmesError as error:
+        pytest.skip(str(error))
 
 
 @functools.cache

@@ -67,11 +67,12 @@ class Source:
     commit: str  # the full hash: a tag can be moved
     known_as: str  # the commit in words, such as a tag or a date
     expected_file: str  # relative path of a file that every checkout contains
+    nccl_version: str | None = None  # set if holmes_ext looks for this NCCL in a folder of its own
 
     def folder(self) -> Path:
         """Return the folder in which the tests look for a checkout of this repository."""
-        if self.name == "NCCL":
-            return _nccl_folder()
+        if self.name.startswith("NCCL"):
+            return _nccl_folder(self.nccl_version)
         return checkouts_folder() / self.name
 
 
@@ -97,6 +98,14 @@ PINNED = (
         commit="b91894bd5b190c874d98a017f93f5daa515b65d0",
         known_as="v2.29.7-1",
         expected_file="src/init.cc",
+    ),
+    Source(  # for torch 2.15, with which `make gpu-next` runs
+        name="NCCL 2.30.7",
+        url="https://github.com/NVIDIA/nccl",
+        commit="73cf112295c33aee2b895f329f592f2a9b4b0f97",
+        known_as="v2.30.7-1",
+        expected_file="src/init.cc",
+        nccl_version="2.30.7",
     ),
 )
 
@@ -191,13 +200,20 @@ def _git(*arguments: str, timeout_s: float) -> str:
     return reason
 
 
-def _nccl_folder() -> Path:
-    """Return the folder of NCCL's source. holmes_ext compiles it to run NCCL on emulated GPUs."""
+def _nccl_folder(version: str | None) -> Path:
+    """Return the folder of NCCL's source. holmes_ext compiles it to run NCCL on emulated GPUs.
+
+    Args:
+        version: The folder that holmes_ext uses for this version only. None: the folder for any version,
+            which the environment variable HOLMES_NCCL_SOURCE may name.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from holmes_ext.lab.gpu import nccl_source
 
     given = os.environ.get(nccl_source.VARIABLE)
-    return Path(given).absolute() if given else nccl_source.default_nccl_folder()
+    if given and version is None:
+        return Path(given).absolute()
+    return nccl_source.default_nccl_folder(version)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ KEPT = {
     ("docs/schedulers/slurm.md", "holmes discover: cluster.toml"): "the command's: "
                                                                    "tests/cli/test_discover_from.py",
     ("docs/schedulers/mpi.md", "ib01 slots=8"): "a hostfile",
+    ("docs/frameworks/megatron_lm.md", "from holmes_ext import initialize_model_parallel"):
+        "a program: integration_tests/rows/megatron_core_call.py calls the function",
     ("docs/how.md", "cluster  ->  plan"): "a picture",
     ("docs/how.md", "holmes_ext/cluster     what there is"): "folders: tests/test_docs.py looks for each",
     ("docs/numbers.md", '{"machine": ...'): "a form: benchmarks/harness.py writes it",

@@ -17,10 +17,8 @@ from carriers import PHYSICAL
 from clusters import toml
 
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.errors import HolmesError
 from holmes_ext.lab import Lab
-from holmes_ext.lab.gpu import communicators, nccl_source
-from holmes_ext.lab.gpu.build import cache_folder
+from holmes_ext.lab.gpu import communicators
 from holmes_ext.lab.gpu.communicators import GroupNetwork, group_networks
 from holmes_ext.lab.gpu.job import Gpus
 from holmes_ext.lab.gpu.libraries import libraries
@@ -92,11 +90,7 @@ class GpuLab:
 def gpus() -> Gpus | carriers.PhysicalGpu:
     if PHYSICAL:
         return carriers.gpus()
-    if not os.environ.get(nccl_source.VARIABLE):
-        try:
-            nccl_source.find_nccl(None, cache_folder())
-        except HolmesError as error:
-            pytest.skip(str(error))
+    carriers.skip_without_nccl_source()
     return Gpus(libraries([sys.executable], os.environ, on_progress=lambda *_: None), memory_mb=4096)
 
 

@@ -11,11 +11,13 @@ peak may be higher by:
 import json
 
 import pytest
+from carriers import LESS_MEMORY, PHYSICAL
 
 from holmes_ext.plan.cost.buckets import buffer_bytes
 from integration_tests.gpu.commands import FOUR_RANKS, ON_GPU
 from integration_tests.jobs import ON_CPU, ROOT, TRAIN, losses, same, some
 
+emulated_only = pytest.mark.skipif(PHYSICAL, reason="NCCL's own library allocates as NVIDIA built it")
 MEMORY = str(ROOT / "integration_tests" / "gpu" / "memory.py")
 EXAMPLES = ROOT / "examples"
 HIDDEN, SEQUENCE, ROWS, MICRO_BATCHES = 64, 32, 2, 4
@@ -121,3 +123,12 @@ def test_nothing_grows(lab, tmp_path, job):
         # ONCE: threads and files that are made once, at a later step. CACHES: growth of caches, in bytes.
         assert max(threads, open_files) <= ONCE, (rank, measured["steps"])
         assert resident_bytes < CACHES, (rank, measured["steps"])
+
+
+@emulated_only
+def test_a_communicator_takes_little_host_memory(lab):
+    """NCCL allocates 120 MB for a communicator. What it does not use must take no memory of this machine."""
+    script = str(ROOT / "integration_tests" / "gpu" / "communicator_memory.py")
+    ran = lab.run(script, order="a0,b0", processes=1, env=LESS_MEMORY)
+    for of_rank in ran.json:
+        assert 0 < of_rank["mb_for_each_group"] < 40

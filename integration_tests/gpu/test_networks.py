@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.version import Version
 
 from holmes_ext.lab.gpu.communicators import INSIDE
 
@@ -54,3 +56,18 @@ def test_numbers_of_torch_over_nccl(lab, algorithm, protocol, exhaustive):
     largest = "65536" if exhaustive else "1000"
     right(lab.run(NUMBERS, "--largest", largest, order="a0,a1",
                   env={"NCCL_ALGO": f"allreduce:{algorithm}", "NCCL_PROTO": protocol}))
+
+
+def test_groups_are_named_by_their_descriptions(lab):
+    """The table of networks names a group by its group_desc, also where torch itself names it "2" or a hash.
+
+    torch 2.15 makes the communicator of every group at once; older versions only if the group is used.
+    """
+    ran = lab.run(str(Path(__file__).with_name("group_names.py")), order="a0,a1", processes=1)
+    assert ran.result.returncode == 0, ran.said
+    names = {group.group for group in ran.groups}
+    assert names >= {"default_pg", "described", "hashed name"}
+    (other_name,) = names - {"default_pg", "described", "hashed name", "never used"}
+    assert other_name.isdecimal()  # torch numbers a group without a description
+    has_unused_communicator = "never used" in names
+    assert has_unused_communicator == (Version(torch.__version__) >= Version("2.15"))

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holmes_ext.lab.network.shaping import LabNode
 
@@ -26,18 +27,39 @@ class Communicator:
 
 
 def read(directory: Path) -> list[Communicator]:
-    """Those in `directory`, in the order of their making on the lowest of their ranks."""
-    records = {int(path.stem[len("rank") :]): [json.loads(line) for line in path.read_text().splitlines()]
-               for path in directory.glob("rank*.communicators")}
-    rank_of = {record["self"]: rank for rank, of_rank in records.items() for record in of_rank}
-    by_name: dict[str, Communicator] = {}
+    """Return the communicators that the ranks of a job wrote into the files of `directory`.
+
+    Ranks may disagree on a communicator's name, because a rank that never used it may not know the name. The
+    first rank that has a name decides.
+
+    Returns:
+        One `Communicator` for each of NCCL's, in the order in which the lowest of its ranks made them.
+    """
+    records = _records_by_rank(directory)
+    rank_of_process = {
+        record["self"]: rank for rank, of_rank in records.items() for record in of_rank if "members" in record
+    }
+    found: dict[str, Communicator] = {}
     for rank in sorted(records):
+        last_name = {record["communicator"]: record["group"] for record in records[rank] if record["group"]}
         for record in records[rank]:
-            ranks = tuple(rank_of.get(member) for member in record["members"])
-            communicator = Communicator(record["communicator"], ranks, record["network"], record["group"])
-            if communicator.name not in by_name or not by_name[communicator.name].group:
-                by_name[communicator.name] = communicator
-    return list(by_name.values())
+            name = record["communicator"]
+            if "members" not in record:  # the line only tells a new name
+                continue
+            if name in found and found[name].group:
+                continue
+            ranks = tuple(rank_of_process.get(member) for member in record["members"])
+            found[name] = Communicator(name, ranks, record["network"], group=last_name.get(name, ""))
+    return list(found.values())
+
+
+def _records_by_rank(directory: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the lines of JSON that each rank wrote (csrc/nccl/communicators.cc says what they contain)."""
+    records = {}
+    for path in directory.glob("rank*.communicators"):
+        rank = int(path.stem.removeprefix("rank"))
+        records[rank] = [json.loads(line) for line in path.read_text().splitlines()]
+    return records
 
 
 def ranks_of(communicators: Iterable[Communicator]) -> dict[str, tuple[int | None, ...]]:

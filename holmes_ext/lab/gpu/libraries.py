@@ -17,7 +17,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.lab.gpu import recipes
 from holmes_ext.lab.gpu.build import OnProgress, build, cache_folder
 from holmes_ext.lab.gpu.compiler import find_compiler
-from holmes_ext.lab.gpu.nccl_source import REPOSITORY, TRIED, NcclSource, find_nccl
+from holmes_ext.lab.gpu.nccl_source import DEFAULT, REPOSITORY, TRIED, NcclSource, find_nccl
 from holmes_ext.lab.gpu.torch_build import TorchBuild, find_torch, python_of
 
 CHECK_S = 600
@@ -67,7 +67,7 @@ def libraries(command: Sequence[str], environ: Mapping[str, str], nccl_source: s
     lacks, and tries NCCL's numbers once for each build. HolmesError in one line where something is missing or
     does not fit."""
     torch, compiler, cache = find_torch(python_of(command, environ), environ), find_compiler(), cache_folder()
-    source = find_nccl(nccl_source, cache, _advised(torch))
+    source = find_nccl(nccl_source, cache, advised_nccl(torch))
     host = recipes.nccl_host(compiler, source, torch.cuda)
     parts = (recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch), host,
              recipes.nccl(compiler, source, torch.cuda, host))
@@ -85,10 +85,10 @@ def libraries(command: Sequence[str], environ: Mapping[str, str], nccl_source: s
     return libs
 
 
-def _advised(torch: TorchBuild) -> str:
-    """The version of NCCL that torch was built for where that was tried, else one that was."""
+def advised_nccl(torch: TorchBuild) -> str:
+    """Return the version of NCCL that is installed with torch if it was tried, else the default version."""
     installed = [path.name.split("-")[1] for path in torch.folder.parent.glob("nvidia_nccl_cu*.dist-info")]
-    return next((version for version in installed if version in TRIED), TRIED[2])
+    return next((version for version in installed if version in TRIED), DEFAULT)
 
 
 def check_functions(torch: TorchBuild, source: NcclSource) -> None:
@@ -103,7 +103,7 @@ def check_functions(torch: TorchBuild, source: NcclSource) -> None:
     if missing:
         raise HolmesError(
             f"NCCL {source.name} lacks {', '.join(missing[:3])}, which torch {torch.version} calls; take"
-                          f" newer source: git clone -b v{_advised(torch)}-1 {REPOSITORY}")
+                          f" newer source: git clone -b v{advised_nccl(torch)}-1 {REPOSITORY}")
 
 
 def check_numbers(libs: Libraries, network: str) -> str:

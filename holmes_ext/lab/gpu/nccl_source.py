@@ -6,7 +6,10 @@ from the first of these that is given or exists:
 
     1. the value of --nccl-source, an option of `holmes lab build` and `holmes lab run --gpu`
     2. the environment variable HOLMES_NCCL_SOURCE
-    3. the folder ~/.cache/holmes_ext/nccl, into which `make checkouts` clones NCCL
+    3. the folder ~/.cache/holmes_ext/nccl-VERSION, where VERSION is the NCCL that comes with the user's torch
+    4. the folder ~/.cache/holmes_ext/nccl
+
+`make checkouts` clones NCCL into folder 4, and a second version, for the newest torch, into folder 3.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import tarfile
 import tempfile
 from dataclasses import dataclass
@@ -24,9 +28,10 @@ from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_NCCL_SOURCE"
 REPOSITORY = "https://github.com/NVIDIA/nccl"
-#: The releases whose numbers were tried; others of the same minor versions are taken, and tried when they are
-#: built.
+#: The releases with which the emulated GPU was tried. An older minor version than the first is refused. A
+#: newer one than the last is used with a warning: when it is built, its results are checked (csrc/check).
 TRIED = ("2.27.7", "2.28.9", "2.29.7", "2.30.7")
+DEFAULT = "2.29.7"  # what `make checkouts` clones into default_nccl_folder()
 
 
 @dataclass(frozen=True)
@@ -47,27 +52,38 @@ class NcclSource:
         return "{}{:02}{:02}".format(*self.version)
 
 
-def default_nccl_folder() -> Path:
-    """Return the folder in which NCCL's source is searched if the user names no other. It may not exist."""
+def default_nccl_folder(version: str | None = None) -> Path:
+    """Return a folder in which NCCL's source is searched if the user names no other. It may not exist.
+
+    Args:
+        version: The folder for this version of NCCL, such as "2.30.7". None: the folder for any version.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "holmes_ext", "nccl").absolute()
+    name = "nccl" if version is None else f"nccl-{version}"
+    return Path(base, "holmes_ext", name).absolute()
 
 
-def find_nccl(option: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSource:
+def find_nccl(option: str | None, cache: Path, wanted: str = DEFAULT) -> NcclSource:
     """Find the source code of NCCL, and return its folder and version.
 
-    It is searched in `option`, in the environment variable HOLMES_NCCL_SOURCE, and in a default folder.
+    It is searched in `option`, in the environment variable HOLMES_NCCL_SOURCE, and in the default folders.
 
     Args:
         option: A checkout of NCCL or an archive of one (the value of --nccl-source), or None.
         cache: The folder into which an archive is unpacked.
-        wanted: The version of NCCL that the error message recommends if no source is found.
+        wanted: The version of NCCL whose default folder is searched first, and which the error message
+            recommends if no source is found.
 
     Raises:
-        HolmesError: There is no source, or the emulated GPUs do not support its version of NCCL.
+        HolmesError: There is no source, or its version of NCCL is too old.
     """
     given = option or os.environ.get(VARIABLE)  # VARIABLE is "HOLMES_NCCL_SOURCE"
-    path = Path(given).resolve() if given else default_nccl_folder()  # a checkout or an archive
+    if given:
+        path = Path(given).resolve()  # a checkout or an archive
+    elif default_nccl_folder(wanted).exists():
+        path = default_nccl_folder(wanted)
+    else:
+        path = default_nccl_folder()
     if given and not path.exists():
         raise HolmesError(f"{given}: there is no such NCCL source; git clone -b v{wanted}-1 {REPOSITORY}")
     if not path.exists():
@@ -82,11 +98,13 @@ def find_nccl(option: str | None, cache: Path, wanted: str = TRIED[2]) -> NcclSo
 def _read_version(folder: Path, where: str) -> NcclSource:
     """Read the version of the NCCL checkout in `folder`, and check that the emulated GPUs support it.
 
+    If the version is newer than all that were tried, a warning is printed to stderr.
+
     Args:
         where: The path that the user has given, for error messages.
 
     Raises:
-        HolmesError: The folder is no checkout of NCCL, or has another minor version than those in TRIED.
+        HolmesError: The folder is no checkout of NCCL, or its minor version is older than all in TRIED.
     """
     makefile = folder / "makefiles" / "version.mk"
     has_code = (folder / "src/init.cc").is_file()
@@ -99,13 +117,25 @@ def _read_version(folder: Path, where: str) -> NcclSource:
     if len(numbers) != 3:
         raise HolmesError(f"{where} is no checkout of NCCL (it lacks src/init.cc or makefiles/version.mk)")
     major, minor, patch = map(int, numbers)
-    tried = [tuple(map(int, release.split("."))) for release in TRIED]  # (major, minor, patch)
-    supported_minor_versions = [version[:2] for version in tried]
-    if (major, minor) not in supported_minor_versions:
+    name = f"{major}.{minor}.{patch}"
+    if (major, minor) < _minor_version(TRIED[0]):
         raise HolmesError(
-            f"{where} is NCCL {major}.{minor}.{patch}; the emulated GPU takes {', '.join(TRIED)}: git -C"
-                          f" {where} checkout v{TRIED[2]}-1")
+            f"{where} is NCCL {name}; the emulated GPU takes {TRIED[0]} and newer: git -C {where} checkout "
+            f"v{DEFAULT}-1"
+        )
+    if (major, minor) > _minor_version(TRIED[-1]):
+        print(
+            f"holmes: warning: {where} is NCCL {name}; the emulated GPU was never tried with a version newer "
+            f"than {TRIED[-1]}. Its results are checked when it is built",
+            file=sys.stderr,
+        )
     return NcclSource(folder, (major, minor, patch), digest_of_tree(folder / "src"))
+
+
+def _minor_version(release: str) -> tuple[int, int]:
+    """Return (major, minor) of a release such as "2.29.7"."""
+    major, minor, _ = release.split(".")
+    return int(major), int(minor)
 
 
 def digest_of_tree(folder: Path, *patterns: str) -> str:

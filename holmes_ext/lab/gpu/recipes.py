@@ -31,7 +31,7 @@ MADE, HERE = "{made}", "{here}"
 #: and of libc.
 _WRAPPED = ("_Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan",
             "_Z17ncclTopoTuneModelP8ncclCommiiPP13ncclTopoGraph",
-            "_Z13bootstrapRecvPviiS_i", "sched_yield", "recv", "send", "accept")
+            "_Z13bootstrapRecvPviiS_i", "sched_yield", "recv", "send", "accept", "malloc", "free", "memset")
 _FIRST = ("-include", f"{HERE}/first.h")
 # What is loaded before a program brings no C++ library of its own into it.
 _STANDALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,libstdc++.a:libgcc.a:libgcc_eh.a")

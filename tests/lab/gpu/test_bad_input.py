@@ -141,13 +141,48 @@ def test_a_variable_that_names_no_folder_is_an_error(without_source, monkeypatch
     (lambda folder: folder / "nowhere", "there is no such NCCL source"),
     (lambda folder: folder, "is no checkout of NCCL"),
     (lambda folder: nccl_checkout(folder / "old", "2.18.3"),
-     "is NCCL 2.18.3; the emulated GPU takes 2.27.7, 2.28.9"),
+     "is NCCL 2.18.3; the emulated GPU takes 2.27.7 and newer: git -C .*old checkout v2.29.7-1"),
+    (lambda folder: nccl_checkout(folder / "old", "2.26.6"),
+     "is NCCL 2.26.6; the emulated GPU takes 2.27.7 and newer"),
     (lambda folder: shutil.copy(__file__, folder / "x.tar.gz"),
      "is neither a folder nor an archive of NCCL's source"),
 ])
 def test_a_source_that_will_not_do(without_source, tmp_path, make, said):
     with pytest.raises(HolmesError, match=said):
         nccl_source.find_nccl(str(make(tmp_path)), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("version", ["2.27.3", "2.30.9"])
+def test_an_nccl_of_a_tried_minor_version_gives_no_warning(without_source, tmp_path, capsys, version):
+    source = nccl_source.find_nccl(str(nccl_checkout(tmp_path / "nccl", version)), tmp_path)
+    assert source.name == version
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("version", ["2.31.2", "2.32.3", "3.0.1"])
+def test_an_nccl_that_is_newer_than_all_tried_ones_is_used_with_a_warning(
+    without_source, tmp_path, capsys, version
+):
+    folder = nccl_checkout(tmp_path / "nccl", version)
+    source = nccl_source.find_nccl(str(folder), tmp_path)
+    assert source.name == version
+    assert capsys.readouterr().err == (
+        f"holmes: warning: {folder} is NCCL {version}; the emulated GPU was never tried with a version newer "
+        "than 2.30.7. Its results are checked when it is built\n"
+    )
+
+
+def test_the_source_of_the_nccl_that_torch_ships_with_is_preferred(without_source, tmp_path):
+    """The user's cache may hold one folder for each version, and one for any version.
+
+    The folder for any version is used if there is none for the wanted version.
+    """
+    cache = tmp_path / "user" / "holmes_ext"
+    nccl_checkout(cache / "nccl", version="2.29.7")
+    nccl_checkout(cache / "nccl-2.30.7", version="2.30.7")
+    assert nccl_source.find_nccl(None, tmp_path, wanted="2.30.7").name == "2.30.7"
+    assert nccl_source.find_nccl(None, tmp_path, wanted="2.28.9").name == "2.29.7"
+    assert nccl_source.find_nccl(None, tmp_path).name == "2.29.7"
 
 
 def test_an_archive_is_unpacked_once(without_source, tmp_path):
@@ -177,7 +212,8 @@ def python_with(folder, version, cuda):
 @pytest.mark.parametrize("version, cuda, said", [
     ("2.13.0+cpu", None, r"\(2.13.0\+cpu\) is built for the CPU only; install its CUDA build"),
     ("2.5.1", "12.4",
-     "torch 2.5.1 with CUDA 12.4 was not tried, only 2.13 with CUDA 13 and 2.15 with CUDA 13. HOLMES_GPU_UNTRIED=1"),
+     "torch 2.5.1 with CUDA 12.4 was not tried, only 2.13 with CUDA 13 and 2.15 with CUDA 13. "
+     "HOLMES_GPU_UNTRIED=1"),
 ])
 def test_a_torch_that_will_not_do(tmp_path, monkeypatch, version, cuda, said):
     monkeypatch.delenv(torch_build.UNTRIED, raising=False)

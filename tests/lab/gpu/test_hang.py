@@ -284,3 +284,20 @@ def test_a_communicator_whose_name_is_known_later(tmp_path):
     named = [json.dumps({**line, "group": group}) for group in ("", "edge", "")]
     (tmp_path / "rank0.communicators").write_text("\n".join(named) + "\n")
     assert communicators.read(tmp_path) == [communicators.Communicator("0xa", (0,), "IB", "edge")]
+
+
+def test_a_line_that_tells_only_the_name_of_a_communicator_s_group(tmp_path):
+    """torch's description of a group is known after its communicator was made, and replaces torch's name."""
+    made = {"communicator": "0xa", "rank": 0, "ranks": 1, "group": "3", "network": "IB", "self": "p0",
+            "members": ["p0"]}  # fmt: skip
+    lines = [made, {**made, "communicator": "0xb", "group": "4"}, {"communicator": "0xa", "group": "edge"}]
+    (tmp_path / "rank0.communicators").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [communicator.group for communicator in communicators.read(tmp_path)] == ["edge", "4"]
+
+
+def test_a_rank_that_knows_no_name_leaves_it_to_the_next(tmp_path):
+    made = {"communicator": "0xa", "ranks": 2, "network": "IB", "members": ["p0", "p1"]}
+    for rank, name in ((0, ""), (1, "edge")):
+        line = {**made, "rank": rank, "self": f"p{rank}", "group": name}
+        (tmp_path / f"rank{rank}.communicators").write_text(json.dumps(line) + "\n")
+    assert communicators.read(tmp_path) == [communicators.Communicator("0xa", (0, 1), "IB", "edge")]

@@ -1,8 +1,15 @@
-// Tells the lab of each communicator when it is made, and again when its name is known, as a line of JSON in
+// Tells the lab of each communicator when it is made, as a line of JSON in
 // HOLMES_GPU_WATCH/rank<N>.communicators:
 //     {"communicator", "rank", "ranks", "group", "network", "self", "members": [...]}
-// self and members: processes, by the hashes that NCCL knows them by. And describes launches for a job that
-// hangs.
+// self and members: processes, by the hashes that NCCL knows them by. When a better name for its group is
+// known later, another line tells it:
+//     {"communicator", "group"}
+// And describes launches for a job that hangs.
+//
+// The name of a group comes from one of these:
+//     NCCL's config.commName      set by the program, or by torch's ProcessGroupNCCL2: torch's name of the group
+//     torch's group_desc          of the group with that name (csrc/operators/groups.cc)
+//     torch's running collective  where commName is not set (torch's older ProcessGroupNCCL)
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -10,6 +17,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
@@ -48,8 +56,19 @@ std::map<void*, unsigned long long>& hashes() {  // of communicators, by their b
 }
 
 std::mutex names_mutex;
-std::map<uint64_t, std::string>& names() {  // of communicators, by their hash
+std::map<uint64_t, std::string>& names() {  // of communicators' groups, by the communicator's hash
   static auto* made = new std::map<uint64_t, std::string>;
+  return *made;
+}
+
+// A communicator whose name may be one that torch gave its group: "3", or a hash.
+struct Undescribed {
+  std::string name;
+  int launches_left;  // after which torch is not asked for a description any more
+};
+constexpr int kLaunchesToAsk = 256;
+std::map<uint64_t, Undescribed>& undescribed() {  // by the communicator's hash
+  static auto* made = new std::map<uint64_t, Undescribed>;
   return *made;
 }
 
@@ -59,18 +78,57 @@ std::string name_of(const ncclComm* comm) {
   return found == names().end() ? "" : gpu::escaped(found->second);
 }
 
-// Whether its name is new: what its maker gave NCCL, else the process group that calls it now
-// (csrc/operators/groups.cc).
+// Remembers a communicator's first name: the one in its configuration, else that of the process group that
+// calls it now. Returns whether it has got one.
 bool learn_name(const ncclComm* comm) {
-  static auto* ask = reinterpret_cast<const char* (*)()>(dlsym(RTLD_DEFAULT, "egpuProcessGroup"));
-  std::string name = comm->config.commName ? comm->config.commName : ask ? ask() : "";
+  static auto* running_group = reinterpret_cast<const char* (*)()>(dlsym(RTLD_DEFAULT, "egpuProcessGroup"));
+  std::string name;
+  if (comm->config.commName) {
+    name = comm->config.commName;
+  } else if (running_group) {
+    name = running_group();
+  }
   std::lock_guard<std::mutex> lock(names_mutex);
-  return !name.empty() && names().emplace(comm->commHash, name).second;
+  bool is_new = !name.empty() && names().emplace(comm->commHash, name).second;
+  if (is_new && comm->config.commName) undescribed()[comm->commHash] = {name, kLaunchesToAsk};
+  return is_new;
+}
+
+// Asks torch for the descriptions of groups that it had not registered yet when their communicators were made.
+// Returns the communicators' hashes and new names.
+std::map<uint64_t, std::string> learn_descriptions() {
+  static auto* description_of =
+      reinterpret_cast<const char* (*)(const char*)>(dlsym(RTLD_DEFAULT, "egpuGroupDescription"));
+  std::map<uint64_t, std::string> learned;
+  if (!description_of) return learned;
+  std::lock_guard<std::mutex> lock(names_mutex);
+  for (auto item = undescribed().begin(); item != undescribed().end();) {
+    auto& [hash, group] = *item;
+    const char* description = description_of(group.name.c_str());
+    if (description && *description) learned[hash] = names()[hash] = description;
+    bool done = description || --group.launches_left == 0;
+    item = done ? undescribed().erase(item) : std::next(item);
+  }
+  return learned;
+}
+
+// Appends a line to this rank's file for the lab.
+void write_line(const std::string& line) {
+  const char* directory = std::getenv("HOLMES_GPU_WATCH");
+  if (!directory || !*directory) return;
+  std::string path = gpu::text("%s/rank%d.communicators", directory, gpu::rank_of_process());
+  int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  if (file < 0) return;
+  if (write(file, line.data(), line.size()) < 0) perror(path.c_str());
+  close(file);
+}
+
+void tell_name(uint64_t hash, const std::string& name) {
+  write_line(gpu::text("{\"communicator\": \"0x%llx\", \"group\": \"%s\"}\n", (unsigned long long)hash,
+                       gpu::escaped(name).c_str()));
 }
 
 void tell(const ncclComm* comm) {
-  const char* directory = std::getenv("HOLMES_GPU_WATCH");
-  if (!directory || !*directory) return;
   const ncclPeerInfo& mine = comm->peerInfo[comm->rank];
   auto process = [&](int rank) {
     const ncclPeerInfo& peer = comm->peerInfo[rank];
@@ -79,16 +137,11 @@ void tell(const ncclComm* comm) {
   };
   std::string members;
   for (int rank = 0; rank < comm->nRanks; ++rank) members += (rank ? ", " : "") + process(rank);
-  std::string line = gpu::text(
+  write_line(gpu::text(
       "{\"communicator\": \"0x%llx\", \"rank\": %d, \"ranks\": %d, \"group\": \"%s\", \"network\": \"%s\", "
       "\"self\": %s, \"members\": [%s]}\n",
       (unsigned long long)comm->commHash, comm->rank, comm->nRanks, name_of(comm).c_str(),
-      comm->ncclNet ? comm->ncclNet->name : "", process(comm->rank).c_str(), members.c_str());
-  std::string path = gpu::text("%s/rank%d.communicators", directory, gpu::rank_of_process());
-  int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-  if (file < 0) return;
-  if (write(file, line.data(), line.size()) < 0) perror(path.c_str());
-  close(file);
+      comm->ncclNet ? comm->ncclNet->name : "", process(comm->rank).c_str(), members.c_str()));
 }
 
 constexpr size_t kShown = 200;  // characters of what a kernel does
@@ -148,7 +201,11 @@ ncclResult_t tune(ncclComm* comm, int least, int most, ncclTopoGraph** graphs) {
 }
 
 ncclResult_t launch(ncclComm* comm, ncclKernelPlan* plan) {
-  if (learn_name(comm)) tell(comm);  // again, with its name
+  if (learn_name(comm)) {
+    std::lock_guard<std::mutex> lock(names_mutex);
+    tell_name(comm->commHash, names()[comm->commHash]);
+  }
+  for (const auto& [hash, name] : learn_descriptions()) tell_name(hash, name);
   std::string label = gpu::text(
       "\"communicator\": \"0x%llx\", \"group\": \"%s\", \"rank\": %d, \"ranks\": %d, \"number\": %llu, "
       "\"collective\": %lld, \"what\": \"%s\"",

@@ -1,0 +1,148 @@
+"""Tests each engine with each name that a script can give NCCL's backend, on emulated GPUs.
+
+Since torch 2.15, a script can name several implementations of NCCL's backend. Whatever the name, a job must
+learn what it learns without holmes, and the groups inside a cluster must use the cluster's network.
+"""
+
+from dataclasses import replace
+
+import pytest
+from carriers import gpu_only
+from packaging.version import Version
+
+from integration_tests.jobs import ROOT, full
+from integration_tests.rows.job import STEPS, Runs, StartInLab
+from integration_tests.rows.jobs import JOBS
+
+pytestmark = [gpu_only, pytest.mark.over_nccl, pytest.mark.timeout(1800)]
+
+WITH_BACKEND = str(ROOT / "integration_tests" / "backends" / "with_backend.py")
+MESSAGES = str(ROOT / "integration_tests" / "backends" / "messages.py")
+#: Name of an engine -> name of its job among those of README's table.
+ENGINES = {
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "deepspeed pipeline": "DeepSpeed's pipeline engine",
+    "deepspeed zero 1": "DeepSpeed's ZeRO 0 to 3, ZeRO 1",
+    "megatron-core": "megatron-core, --holmes",
+    "torch pipelining": "torch's pipelining",
+}
+BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
+#: Names that exist since torch 2.15. USE_NCCL2=0 is "nccl" with the variable TORCH_DIST_USE_NCCL2=0.
+NEW_BACKENDS = ("nccl2", "nccl-lazy", "nccl-legacy", "USE_NCCL2=0", "cpu:gloo,cuda:nccl2")
+
+
+def torch_version() -> Version:
+    import torch
+
+    return Version(Version(torch.__version__).base_version)
+
+
+def has_new_backends() -> bool:
+    return torch_version() >= Version("2.15")
+
+
+def combinations():
+    """Return a parameter for each engine and backend. Without HOLMES_TEST_FULL=1, DDP alone runs."""
+    backends = [*BACKENDS, *(NEW_BACKENDS if has_new_backends() else ())]
+    parameters = []
+    for engine in ENGINES:
+        for backend in backends:
+            marks = () if engine == "ddp" and backend in ("nccl", "nccl-lazy") else full
+            parameters.append(pytest.param(engine, backend, id=f"{engine}-{backend}", marks=marks))
+    return parameters
+
+
+def job_with(engine: str, backend: str, other_devices: bool = False):
+    """Return the job of an engine that trains over a backend.
+
+    Args:
+        other_devices: Whether each rank uses another GPU than the one with the number LOCAL_RANK.
+    """
+    job = next(job for job in JOBS if job.name == ENGINES[engine])
+    env = {}
+    if backend == "USE_NCCL2=0":
+        backend = "nccl"
+        env["TORCH_DIST_USE_NCCL2"] = "0"
+
+    def command(folder):
+        original = job.command(folder)
+        words = (WITH_BACKEND, backend, str(int(other_devices)), *original.words)
+        return replace(original, words=words, env={**original.env, **env})
+
+    return replace(job, command=command, checkpoints=None)
+
+
+class StartOnTwoNodes(StartInLab):
+    """Starts two processes on each of two nodes, one of each cluster."""
+
+    def __call__(self, job, command, arguments, env, shell):
+        return self.clusters.run(
+            *arguments,
+            preload=command.preload,
+            env=env,
+            cwd=command.inside,
+            order=["a0", "b0"],
+            processes=2,
+        )
+
+
+@pytest.fixture(scope="module")
+def stock_runs():
+    """Engine -> its runs with the backend "nccl", whose run without holmes serves for all backends."""
+    return {}
+
+
+def runs_of(job, start, folder) -> Runs:
+    return Runs(job=job, start=start, folder=folder, on_gpus=True)
+
+
+def assert_losses_are(runs: Runs, stock: Runs) -> None:
+    losses, expected = runs.holmes.losses, stock.stock.losses
+    assert len(expected) == STEPS
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-6, (losses, expected)
+
+
+@pytest.mark.parametrize("engine, backend", combinations())
+def test_losses_are_stocks_and_groups_use_their_networks(
+    two_clusters, stock_runs, tmp_path, tmp_path_factory, engine, backend
+):
+    job_with(engine, backend).skip_if_not_installed()
+    start = StartInLab(two_clusters)
+    if engine not in stock_runs:
+        stock_runs[engine] = runs_of(job_with(engine, "nccl"), start, tmp_path_factory.mktemp("stock"))
+    stock = stock_runs[engine]
+    assert stock.stock  # reading it runs the job, whose bytes must not count below
+
+    runs = runs_of(job_with(engine, backend), start, tmp_path)
+    before = two_clusters.lab.counters()
+    assert_losses_are(runs, stock)
+    for node, nics in two_clusters.sent(before).items():
+        fast_mb = max(mb for nic, mb in nics.items() if nic != "eth0")
+        assert fast_mb > 0.1, (node, nics)  # MB; gradients or weights stay inside the clusters
+    reported = {(row["kind"], row["where"], row["fabric"]) for row in runs.report_json["rows"]}
+    assert reported >= {(group.kind, group.where, group.fabric) for group in runs.job.groups}
+    assert runs.report_json["done"]["differences"] == []
+
+
+@pytest.mark.skipif(not has_new_backends(), reason="nccl-lazy is new in torch 2.15")
+def test_a_message_inside_a_cluster_uses_the_network_of_the_cluster(two_clusters):
+    """nccl-lazy makes a communicator for two ranks, with the network of the whole group: here Ethernet."""
+    before = two_clusters.lab.counters()
+    ranks = two_clusters.json(two_clusters.run(MESSAGES, *two_clusters.holmes))
+    assert [rank["is_right"] for rank in ranks] == [True] * 4
+    for node, nics in two_clusters.sent(before).items():
+        sends = node in ("a0", "b0")  # each sends 8 MB to the other node of its cluster
+        fast_mb = max(mb for nic, mb in nics.items() if nic != "eth0")
+        assert (fast_mb > 8) is sends, (node, nics)
+        assert nics["eth0"] < 1, (node, nics)
+
+
+@full
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_device_other_than_local_rank(two_clusters, tmp_path, tmp_path_factory, engine):
+    job = job_with(engine, "nccl", other_devices=True)
+    job.skip_if_not_installed()
+    start = StartOnTwoNodes(two_clusters)
+    stock = runs_of(job, start, tmp_path_factory.mktemp("stock"))
+    assert_losses_are(runs_of(job, start, tmp_path), stock)

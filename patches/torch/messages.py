@@ -1,0 +1,98 @@
+"""Gives the messages between two ranks the network of these two ranks, with the backend nccl-lazy.
+
+nccl-lazy of torch 2.15 makes a communicator for each pair of ranks that exchange messages (send, recv, isend,
+irecv). The communicator takes the network of the whole group. So two ranks of the same cluster use Ethernet
+if the group spans several clusters. Here such messages use a process group of the two ranks.
+
+Batches of messages (batch_isend_irecv) do not use communicators of pairs, and are not changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.torch.features import NICS
+from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.groups.backend_table import traits_of
+from holmes_ext.runtime.groups.members import pair_group
+from holmes_ext.runtime.session import Session
+
+#: Process group -> global rank of a peer -> process group of this rank and the peer.
+_pair_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+
+
+@with_session
+@by_name
+def _send_over_pair_group(current, call, instance, dst=None, group=None, group_dst=None):
+    """Send a tensor over the group of the two ranks, if they have a faster network than the whole group.
+
+    Wrapper of send and isend of torch.distributed, which `call()` runs.
+    """
+    peer = _global_rank(group, dst, group_dst)
+    over = _group_of_pair(current, group, peer)
+    if over is None:
+        return call()
+    return call(dst=peer, group=over, group_dst=None)
+
+
+@with_session
+@by_name
+def _receive_over_pair_group(current, call, instance, src=None, group=None, group_src=None):
+    """Receive a tensor over the group of the two ranks, if they have a faster network than the whole group.
+
+    Wrapper of recv and irecv of torch.distributed, which `call()` runs.
+    """
+    peer = _global_rank(group, src, group_src)
+    over = _group_of_pair(current, group, peer)
+    if over is None:
+        return call()
+    return call(src=peer, group=over, group_src=None)
+
+
+def _global_rank(group: Any, global_rank: int | None, group_rank: int | None) -> int | None:
+    """Return the global rank of the peer; None if the program receives from any rank.
+
+    Args:
+        global_rank: The peer, as the program names it; None if it gives `group_rank` instead.
+        group_rank: The peer's rank in `group`.
+    """
+    if global_rank is not None or group_rank is None:
+        return global_rank
+    return group_ranks(group)[group_rank]
+
+
+def _group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
+    """Return the process group of this rank and a peer, which is made at their first message.
+
+    Returns:
+        None if the messages use the right network without it.
+    """
+    import torch.distributed as dist
+
+    group = group or dist.group.WORLD
+    backend = backend_of(group)
+    if peer is None or peer == current.rank or not traits_of(backend).has_pair_communicators:
+        return None
+    ranks = group_ranks(group)
+    pair = (current.rank, peer)
+    if current.fabric_of(pair, backend) == current.fabric_of(ranks, backend):
+        return None
+    groups_by_peer = _pair_groups.setdefault(group, {})
+    if peer not in groups_by_peer:
+        groups_by_peer[peer] = pair_group(pair, "messages", group)
+    return groups_by_peer[peer]
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_REASON = "a communicator of nccl-lazy for two ranks has the network of the whole group"
+_SINCE = ">=2.15"
+
+PATCHES = (
+    Patch(NICS, f"{_C10D}:send", _REASON, _send_over_pair_group, only=_SINCE),
+    Patch(NICS, f"{_C10D}:isend", _REASON, _send_over_pair_group, only=_SINCE),
+    Patch(NICS, f"{_C10D}:recv", _REASON, _receive_over_pair_group, only=_SINCE),
+    Patch(NICS, f"{_C10D}:irecv", _REASON, _receive_over_pair_group, only=_SINCE),
+)
