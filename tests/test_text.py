@@ -31,6 +31,8 @@ KEPT = {
     ("docs/joined.md", "job   from, s"): "what holmes demo --joined prints: 2.5 minutes in the lab",
     ("docs/trouble.md",
      "node  fast NICs"): "holmes doctor over four nodes: tests/doctor/test_side_by_side.py",
+    ("docs/trouble.md", "Collective sequence number"): "what torchfrtrace prints: "
+                                                       "integration_tests/gpu/test_lost.py runs it",
     ("docs/clusters.md", "version = 2"): "a cluster.toml: tests/cluster/test_spec.py reads one with these "
                                          "keys",
     ("docs/clusters.md", "[[between]]"): "the same",
@@ -46,7 +48,8 @@ KEPT = {
 }
 #: Programs of others in commands, whose own options nobody here knows.
 OTHERS = {"git", "cd", "pip", "curl", "srun", "torchrun", "deepspeed", "accelerate", "mpirun", "export", ".",
-          "bash", "hostname", "apt-get", "grep", "sed", "sinfo", "sbatch", "kubectl", "docker"}
+          "bash", "hostname", "apt-get", "grep", "sed", "sinfo", "sbatch", "kubectl", "docker",
+          "torchfrtrace"}
 
 
 def blocks(text: str) -> list[list[str]]:

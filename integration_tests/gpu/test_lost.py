@@ -1,5 +1,7 @@
 """Tests what holmes says when an NCCL communicator ends: a rank is lost, or the program aborts the group."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,32 @@ def test_a_lost_rank_is_reported_before_torch_ends_the_process(lab):
     told = "".join(ran.result.outputs.values())
     assert "is lost: NCCL's COMM_ERROR in the group of ranks 0, 1, 2, 3" in told, told
     assert "torchfrtrace --allow-incomplete-ranks" in told, told
+
+
+def test_the_flight_recorder_shows_which_operations_differ(lab, tmp_path):
+    """The files are where holmes says, and the command that holmes names reads them."""
+    prefix = tmp_path / "trace_"
+    environment = {
+        "PYTEST_CURRENT_TEST": "",
+        "TIMEOUT_S": "12",
+        "TORCH_FR_DUMP_TEMP_FILE": str(prefix),
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "3000",
+    }
+    command = [
+        sys.executable,
+        LOST,
+        "call_different_operations",
+        "--holmes",
+        "--holmes-cluster",
+        str(lab.file),
+    ]
+    # Not by lab.run(): it would end the job as a deadlock, before NCCL times out.
+    job = lab.lab.start(command, order=["a0", "b0"], processes=2, env=environment, gpus=lab.gpus, grace=60)
+    told = "".join(job.wait().outputs.values())
+    line = f"torch writes the last operations of rank 3 to {prefix}3"
+    assert line in told and "--prefix trace_ FOLDER" in told, told
+
+    reader = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
+    arguments = ["--allow-incomplete-ranks", "--prefix", "trace_", str(tmp_path)]
+    report = subprocess.run([*reader, *arguments], text=True, capture_output=True)
+    assert "COLLECTIVE_TYPE_MISMATCH" in report.stdout + report.stderr, report
