@@ -15,6 +15,7 @@ from integration_tests.jobs import ROOT, full
 from integration_tests.rows.job import STEPS, Runs, StartInLab
 from integration_tests.rows.jobs import JOBS
 
+
 def torch_version() -> Version:
     """Return the version of the installed torch, without importing it."""
     return Version(Version(metadata.version("torch")).base_version)

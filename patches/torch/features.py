@@ -32,7 +32,7 @@ PASSES = _of("torch-passes", option="passes", idle=("1f1b",), versions="torch>=2
              what="torch's pipelining: passes as the plan lists them")
 PIPELINING = _of("pipelining",
                  what="torch's pipelining: stages on their fabric, reductions do not hold them up")
-LATE_START = Feature("late-start", "torch>=2.15", tried=("2.15.0",),
+LATE_START = _of("late-start",
     only_by="holmes_ext.initialize_model_parallel",
     what="init_process_group leaves NCCL's first communicator to the first operation")
 

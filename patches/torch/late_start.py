@@ -38,5 +38,6 @@ PATCHES = (
         "torch.distributed.distributed_c10d:_new_process_group_helper",
         "a communicator that init_process_group makes would fix the network cards before the plan is known",
         _postpone_communicator,
+        only=">=2.15",  # older releases make the communicator at the first operation
     ),
 )

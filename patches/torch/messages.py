@@ -1,8 +1,8 @@
 """Gives the messages between two ranks the network of these two ranks, with the backend nccl-lazy.
 
-nccl-lazy (torch 2.14 or newer) makes a communicator for each pair of ranks that exchange messages (send,
-recv, isend, irecv). The communicator takes the network of the whole group. So two ranks of the same cluster use
-Ethernet if the group spans several clusters. Here such messages use a process group of the two ranks.
+nccl-lazy (torch 2.14 or newer) makes a communicator for each pair of ranks that exchange messages by send,
+recv, isend or irecv. The communicator takes the network of the whole group. So two ranks of the same cluster
+use Ethernet if the group spans several clusters. Here such messages use a process group of the two ranks.
 
 Batches of messages (batch_isend_irecv) do not use communicators of pairs, and are not changed.
 """
