@@ -199,7 +199,9 @@ def test_patches_that_do_not_fit_are_told_once_with_what_would_switch_them_on():
         patch.feature.requirement.name for patch in patches)]
     assert "ddp, fsdp, torch-passes, pipelining" in told[0].what and "too new" in told[0].what
     assert "torch 2.6.0 to 2.15.0 have them: pip install 'torch>=2." in told[0].mend
-    alone = [*health.check_patches(health.Fit(patch, "1", "off", patch.target) for patch in patches[:9])]
+    # Each patch has its own reason. Two features may patch the same function.
+    fits = [health.Fit(patch, "1", "off", f"{patch.feature.name} {patch.target}") for patch in patches[:9]]
+    alone = list(health.check_patches(fits))
     assert len(alone) == len({patch.feature for patch in patches[:9]}), "a feature is told once"
     assert not [*health.check_patches(health.Fit(patch, "1", "fits", None) for patch in patches)]
     assert not [*health.check_patches(health.Fit(patch, None, "off", "not installed") for patch in patches)]
