@@ -38,8 +38,8 @@ ON_GPUS = CARRIER != "gloo"
 EMULATED, PHYSICAL = CARRIER == "nccl", CARRIER == "cuda"
 BACKEND = "nccl" if ON_GPUS else "gloo"
 DEVICE = "cuda" if ON_GPUS else "cpu"
-#: NCCL 2.29 takes 512 MB for a communicator of one rank (64 channels for messages, buffers of 4 MB): this
-#: machine's memory, which a process has back when it ends. So it is some 180 MB for a rank of a communicator.
+#: NCCL 2.29 takes 512 MB for a communicator of one rank (64 channels for messages, buffers of 4 MB). With
+#: these settings it is some 50 MB of this machine's memory for a rank of a communicator on emulated GPUs.
 LESS_MEMORY = {"NCCL_MAX_P2P_NCHANNELS": "4", "NCCL_BUFFSIZE": str(1 << 18)} if not PHYSICAL else {}
 #: No rank may begin to use the GPU before it is forked.
 NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
