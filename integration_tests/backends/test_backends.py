@@ -6,13 +6,14 @@ learn what it learns without holmes, and the groups inside a cluster must use th
 
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from carriers import gpu_only
 from packaging.version import Version
 
 from integration_tests.jobs import ROOT, full
-from integration_tests.rows.job import STEPS, Runs, StartInLab
+from integration_tests.rows.job import STEPS, Job, Runs, StartInLab
 from integration_tests.rows.jobs import JOBS
 
 
@@ -37,9 +38,9 @@ ENGINES = {
 BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
 #: Names that exist since torch 2.14.
 NEW_BACKENDS = ("nccl2", "nccl-lazy", "nccl-legacy", "cpu:gloo,cuda:nccl2")
-#: "nccl" with this value of an environment variable is not the implementation that it is by default.
-VARIABLE = "TORCH_DIST_USE_NCCL2"
-OTHER_VALUE = "0" if torch_version() >= Version("2.15") else "1"
+#: With this environment variable, "nccl" is another implementation than by default: nccl-legacy in torch
+#: 2.15, nccl2 in torch 2.14.
+OTHER_NCCL = f"TORCH_DIST_USE_NCCL2={0 if torch_version() >= Version('2.15') else 1}"
 
 
 def has_new_backends() -> bool:
@@ -50,7 +51,7 @@ def combinations():
     """Return a parameter for each engine and backend. Without HOLMES_TEST_FULL=1, DDP alone runs."""
     backends = [*BACKENDS]
     if has_new_backends():
-        backends += [*NEW_BACKENDS, f"{VARIABLE}={OTHER_VALUE}"]
+        backends += [*NEW_BACKENDS, OTHER_NCCL]
     parameters = []
     for engine in ENGINES:
         for backend in backends:
@@ -59,24 +60,28 @@ def combinations():
     return parameters
 
 
-def job_with(engine: str, backend: str, other_devices: bool = False):
-    """Return the job of an engine that trains over a backend.
+def job_with(engine: str, backend: str, other_devices: bool = False) -> Job:
+    """Return a training job whose script runs by with_backend.py, which replaces the script's backend.
 
     Args:
+        engine: What trains: a key of ENGINES, such as "ddp".
+        backend: The new backend, such as "nccl2"; or "VARIABLE=VALUE" for "nccl" with this variable set.
         other_devices: Whether each rank uses another GPU than the one with the number LOCAL_RANK.
     """
     job = next(job for job in JOBS if job.name == ENGINES[engine])
     env = {}
-    if backend.startswith(VARIABLE):
+    if "=" in backend:
+        variable, value = backend.split("=")
+        env[variable] = value
         backend = "nccl"
-        env[VARIABLE] = OTHER_VALUE
+    arguments_of_wrapper = (backend, "1" if other_devices else "0")
 
     def command(folder):
         original = job.command(folder)
-        words = (WITH_BACKEND, backend, str(int(other_devices)), *original.words)
+        words = (WITH_BACKEND, *arguments_of_wrapper, *original.words)
         return replace(original, words=words, env={**original.env, **env})
 
-    return replace(job, command=command, checkpoints=None)
+    return replace(job, command=command, checkpoints=None)  # no checkpoints are saved: that takes time
 
 
 class StartOnTwoNodes(StartInLab):
@@ -94,38 +99,40 @@ class StartOnTwoNodes(StartInLab):
 
 
 @pytest.fixture(scope="module")
-def stock_runs():
-    """Engine -> its runs with the backend "nccl", whose run without holmes serves for all backends."""
-    return {}
+def losses_by_engine():
+    """Return an empty dict: engine -> its losses without holmes, over the backend "nccl"."""
+    return {}  # the first test of an engine adds them
 
 
-def runs_of(job, start, folder) -> Runs:
+def runs_of(job: Job, start: StartInLab, folder: Path) -> Runs:
+    """Return the runs of a job. A run starts when a test first reads its losses."""
     return Runs(job=job, start=start, folder=folder, on_gpus=True)
 
 
-def assert_losses_are(runs: Runs, stock: Runs) -> None:
-    losses, expected = runs.holmes.losses, stock.stock.losses
+def assert_close(losses: list[float], expected: list[float]) -> None:
     assert len(expected) == STEPS
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-6, (losses, expected)
 
 
 @pytest.mark.parametrize("engine, backend", combinations())
-def test_losses_are_stocks_and_groups_use_their_networks(
-    two_clusters, stock_runs, tmp_path, tmp_path_factory, engine, backend
+def test_losses_do_not_change_and_groups_use_their_networks(
+    two_clusters, losses_by_engine, tmp_path, tmp_path_factory, engine, backend
 ):
+    """A job learns the same with holmes. Groups inside a cluster use the network of the cluster."""
     job_with(engine, backend).skip_if_not_installed()
     start = StartInLab(two_clusters)
-    if engine not in stock_runs:
-        stock_runs[engine] = runs_of(job_with(engine, "nccl"), start, tmp_path_factory.mktemp("stock"))
-    stock = stock_runs[engine]
-    assert stock.stock  # reading it runs the job, whose bytes must not count below
+    if engine not in losses_by_engine:
+        runs_over_nccl = runs_of(job_with(engine, "nccl"), start, tmp_path_factory.mktemp("stock"))
+        losses_by_engine[engine] = runs_over_nccl.stock.losses  # trains without holmes
 
     runs = runs_of(job_with(engine, backend), start, tmp_path)
     before = two_clusters.lab.counters()
-    assert_losses_are(runs, stock)
-    for node, nics in two_clusters.sent(before).items():
+    losses = runs.holmes.losses  # trains with holmes
+    mb_by_node = two_clusters.sent(before)
+    assert_close(losses, losses_by_engine[engine])
+    for node, nics in mb_by_node.items():
         fast_mb = max(mb for nic, mb in nics.items() if nic != "eth0")
-        assert fast_mb > 0.1, (node, nics)  # MB; gradients or weights stay inside the clusters
+        assert fast_mb > 0.1, (node, nics)  # gradients or weights stay inside the clusters
     reported = {(row["kind"], row["where"], row["fabric"]) for row in runs.report_json["rows"]}
     assert reported >= {(group.kind, group.where, group.fabric) for group in runs.job.groups}
     assert runs.report_json["done"]["differences"] == []
@@ -146,9 +153,9 @@ def test_a_message_inside_a_cluster_uses_the_network_of_the_cluster(two_clusters
 
 @full
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_device_other_than_local_rank(two_clusters, tmp_path, tmp_path_factory, engine):
+def test_a_device_other_than_local_rank(two_clusters, tmp_path, engine):
+    """The groups that holmes makes are on the GPU that the job uses, not on the one with number LOCAL_RANK."""
     job = job_with(engine, "nccl", other_devices=True)
     job.skip_if_not_installed()
-    start = StartOnTwoNodes(two_clusters)
-    stock = runs_of(job, start, tmp_path_factory.mktemp("stock"))
-    assert_losses_are(runs_of(job, start, tmp_path), stock)
+    runs = runs_of(job, StartOnTwoNodes(two_clusters), tmp_path)
+    assert_close(runs.holmes.losses, runs.stock.losses)

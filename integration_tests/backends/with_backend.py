@@ -4,10 +4,8 @@
 
 BACKEND is what init_process_group receives, e.g. "nccl2" or "cpu:gloo,cuda:nccl2".
 
-With OTHER_DEVICES 1, the script uses another GPU than the one with the number LOCAL_RANK: the script reads
-the next number from LOCAL_RANK, and torch.distributed still reads the number of the launcher. A job that
-chooses its GPUs itself looks like that to torch. init_process_group receives the GPU as device_id. With
-OTHER_DEVICES 0, nothing is changed.
+OTHER_DEVICES is 1 or 0. With 1, each rank uses the GPU after the one with the number LOCAL_RANK, and passes
+it to init_process_group as device_id. A job that chooses its GPUs itself does so.
 """
 
 import os
@@ -30,11 +28,16 @@ def use_backend(name: str) -> None:
 
 
 def use_next_device() -> None:
-    """Let the script read the next GPU's number from LOCAL_RANK, but not torch.distributed."""
-    launched_local_rank = int(os.environ["LOCAL_RANK"])
-    distributed_c10d.get_node_local_rank = lambda *args, **kwargs: launched_local_rank
-    number = (launched_local_rank + 1) % torch.cuda.device_count()
+    """Let the script use the GPU after the one with the number LOCAL_RANK.
+
+    The script reads the number of its GPU from LOCAL_RANK, so the variable is changed. torch.distributed
+    reads LOCAL_RANK, too. It must see the original number, as in a job that chooses its GPUs in another way.
+    """
+    original_local_rank = int(os.environ["LOCAL_RANK"])
+    number = (original_local_rank + 1) % torch.cuda.device_count()
     os.environ["LOCAL_RANK"] = str(number)
+    # torch.distributed calls this function to read LOCAL_RANK.
+    distributed_c10d.get_node_local_rank = lambda *args, **kwargs: original_local_rank
     original = dist.init_process_group
 
     def init_process_group(*args, **kwargs):

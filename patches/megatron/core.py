@@ -33,7 +33,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.groups.backend import nccl_backend_in, timeout_of
-from holmes_ext.runtime.groups.backend_table import traits_of
+from holmes_ext.runtime.groups.backend_table import Connect, traits_of
 from holmes_ext.runtime.groups.grid import check_grid, say, tell
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.refusal import told_once
@@ -255,29 +255,15 @@ def _init_arguments(world: Any) -> dict[str, Any]:
     """Return the arguments of init_process_group that make a new default group with the settings of `world`.
 
     Raises:
-        HolmesError: NCCL has made a communicator in this process. NCCL reads only once in a process which
-            HCAs and which network interface it may use, so that holmes can no longer choose them.
+        HolmesError: It is too late (raised by _options_without_communicator).
     """
-    import torch
     import torch.distributed as dist
 
     backend = dist.get_backend(world)
     arguments: dict[str, Any] = {"backend": backend}
     nccl_backend = nccl_backend_in(backend)  # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if there is none
     if nccl_backend:
-        nccl = world._get_backend(torch.device("cuda"))
-        if _has_communicator(world, nccl, nccl_backend):
-            way_out = _ENABLE_EARLIER
-            if communicators.can_postpone(nccl_backend):
-                way_out = f"{_IMPORT_EARLIER}, {_ENABLE_EARLIER}"
-            raise HolmesError(
-                "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
-                "init_process_group, or for a collective since), and chosen its devices for the "
-                f"whole process; {way_out}")
-        options = nccl.options
-        if hasattr(options, "lazy_init"):
-            options.lazy_init = False  # late_start.py has set it, for the old group only
-        arguments["pg_options"] = options
+        arguments["pg_options"] = _options_without_communicator(world, nccl_backend)
     timeout = timeout_of(world)
     if timeout is not None:
         arguments["timeout"] = timeout
@@ -286,22 +272,54 @@ def _init_arguments(world: Any) -> dict[str, Any]:
     return arguments
 
 
+def _options_without_communicator(world: Any, backend: str) -> Any:
+    """Return the NCCL options of the default process group, if the group has no NCCL communicator yet.
+
+    Args:
+        world: The default process group.
+        backend: The name of NCCL's backend, e.g. "nccl2".
+
+    Raises:
+        HolmesError: The group has a communicator. With the first communicator of a process, NCCL reads which
+            HCAs and which network interface it may use, so that holmes can no longer choose them.
+    """
+    import torch
+
+    nccl = world._get_backend(torch.device("cuda"))  # torch's ProcessGroupNCCL or ProcessGroupNCCL2
+    if _has_communicator(world, nccl, backend):
+        ways_out = [_ENABLE_EARLIER]
+        if communicators.can_postpone(backend):
+            ways_out.insert(0, _IMPORT_EARLIER)
+        raise HolmesError(
+            "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
+            "init_process_group, or for a collective since), and chosen its devices for the whole process; "
+            f"{', '.join(ways_out)}"
+        )
+    options = nccl.options
+    if hasattr(options, "lazy_init"):
+        # The import of initialize_model_parallel has postponed the communicator of the old group. The new
+        # group makes its communicator as the program expects.
+        options.lazy_init = False
+    return options
+
+
 def _has_communicator(world: Any, nccl: Any, backend: str) -> bool:
     """Return whether the default process group has an NCCL communicator.
 
     Args:
         world: The default process group.
-        nccl: NCCL's part of it, torch's ProcessGroupNCCL or ProcessGroupNCCL2.
+        nccl: NCCL's part of the group, torch's ProcessGroupNCCL or ProcessGroupNCCL2.
         backend: The name of NCCL's backend, e.g. "nccl2".
     """
-    if traits_of(backend).binds_device:
-        # With lazy_init, torch can split the group only after its communicator was made.
-        is_lazy = getattr(nccl.options, "lazy_init", False)
-        return not is_lazy or nccl.supports_splitting
+    if traits_of(backend).connects is Connect.WITH_GROUP:
+        was_postponed = getattr(nccl.options, "lazy_init", False)
+        # torch can split a postponed communicator only after the first operation has made it.
+        return not was_postponed or nccl.supports_splitting
     if world.bound_device_id is not None:
-        return True
-    # nccl2 of torch 2.14 does not tell whether it is initialized. Then the answer is yes, to be safe.
-    return not hasattr(nccl, "_is_initialized") or nccl._is_initialized()
+        return True  # for a device, init_process_group makes the communicator at once
+    if not hasattr(nccl, "_is_initialized"):
+        return True  # nccl2 of torch 2.14 cannot be asked, and may have one
+    return nccl._is_initialized()
 
 
 #: Fields of TransformerConfig, besides the layout, by which a program splits the layers over the stages. Each

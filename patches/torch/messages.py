@@ -65,21 +65,29 @@ def _global_rank(group: Any, global_rank: int | None, group_rank: int | None) ->
 
 
 def _group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
-    """Return the process group of this rank and a peer, which is made at their first message.
+    """Return the process group of this rank and a peer, for messages that a program sends over `group`.
+
+    The group of the two ranks is made at their first message. Both ranks call this function then.
+
+    Args:
+        peer: Global rank of the peer; None if this rank receives from any rank.
 
     Returns:
-        None if the messages use the right network without it.
+        None if the messages must stay on `group`.
     """
     import torch.distributed as dist
 
     group = group or dist.group.WORLD
     backend = backend_of(group)
-    if peer is None or peer == current.rank or not traits_of(backend).has_pair_communicators:
-        return None
-    ranks = group_ranks(group)
+    if not traits_of(backend).has_pair_communicators:
+        return None  # only nccl-lazy has them; with other backends, torch uses the communicator of the group
+    if peer is None or peer == current.rank:
+        return None  # there is no pair
     pair = (current.rank, peer)
-    if current.fabric_of(pair, backend) == current.fabric_of(ranks, backend):
-        return None
+    network_of_pair = current.fabric_of(pair, backend)
+    network_of_group = current.fabric_of(group_ranks(group), backend)
+    if network_of_pair == network_of_group:
+        return None  # torch's own communicator of the pair uses this network, too
     groups_by_peer = _pair_groups.setdefault(group, {})
     if peer not in groups_by_peer:
         groups_by_peer[peer] = pair_group(pair, "messages", group)

@@ -32,7 +32,12 @@ def backend_of(group: Any = None, device_type: str = "") -> str:
 
 
 def group_traits(group: Any = None, device_type: str = "") -> BackendTraits:
-    """Return the row of the backend table for a group. Arguments as in backend_of()."""
+    """Return the row of the backend table for a group.
+
+    Args:
+        group: The process group; None for the group of all ranks.
+        device_type: "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
+    """
     return traits_of(backend_of(group, device_type))
 
 
@@ -44,11 +49,11 @@ def group_ranks(group: Any) -> list[int]:
 
 
 def backend_named(text: str, device_type: str = "") -> str:
-    """Return the backend for one device type.
+    """Return the backend for one device type. If there is none, return the first backend in `text`.
 
     Args:
         text: The backend as a program gives it or as torch returns it, e.g. "cpu:gloo,cuda:nccl".
-        device_type: As in backend_of().
+        device_type: "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
     """
     import torch
 
@@ -72,7 +77,7 @@ def nccl_backend_in(text: str) -> str:
     """Return the name of the NCCL backend among those in `text`; "" if there is none.
 
     Args:
-        text: As in backend_named().
+        text: The backend as a program gives it or as torch returns it, e.g. "cpu:gloo,cuda:nccl".
     """
     return next((name for name in backends(text).values() if traits_of(name).is_nccl), "")
 

@@ -1,15 +1,19 @@
 """Table of torch.distributed's backends: what holmes must know of each one to choose its network.
 
-    backend       network API   tensors on   communicator made       device of the group
-    gloo          sockets       CPU, GPU     with the group          none
-    nccl-legacy   verbs         GPU          at the first operation  bound only if the program binds it
-    nccl2         verbs         GPU          with the group          always bound
-    nccl-lazy     verbs         GPU          like nccl2; one more for each pair of ranks that sends messages
-    nccl          nccl2 in torch 2.15, nccl-legacy before. TORCH_DIST_USE_NCCL2=0 or 1 selects the other one.
-    fake          verbs         CPU, GPU     never: one process stands for all ranks, as if it used NCCL
-    mpi, ucc, nccl4py           choose one network for all groups of a process
+    backend           network API       tensors on  communicator made       device of a group
+    gloo              sockets           CPU, GPU    with the group          none
+    nccl-legacy       verbs             GPU         at the first operation  bound if the program binds it
+    nccl2             verbs             GPU         with the group          always bound
+    nccl-lazy         verbs             GPU         with the group          always bound
+    fake              verbs             CPU, GPU    never                   none
+    mpi, ucc          backend chooses   any         with the group          none
+    nccl4py           backend chooses   GPU         with the group          none
 
-In torch 2.14, nccl2 and nccl-lazy make communicators and bind devices like nccl-legacy.
+    nccl-lazy   also makes a communicator for each pair of ranks that exchange messages.
+    nccl        is nccl2 in torch 2.15, and nccl-legacy in older releases. The environment variable
+                TORCH_DIST_USE_NCCL2 ("0" or "1") selects one of them.
+    fake        lets one process stand for all ranks. holmes plans as if it were NCCL.
+    torch 2.14  has nccl2 and nccl-lazy, too. They make communicators and bind devices like nccl-legacy.
 
 Any other name was registered by another package. holmes cannot choose its networks, and prints a warning.
 

@@ -46,12 +46,14 @@ def postponed() -> Iterator[None]:
 
 
 def are_postponed(backend: str, options: Any) -> bool:
-    """Return whether the communicator of a group that is made now is postponed.
+    """Return whether the communicator of a new group is postponed to the group's first operation.
+
+    It is postponed inside a postponed() block, if the backend can do so. It is not postponed if the program
+    has chosen the network of the group itself: then holmes does not change the group's options.
 
     Args:
         backend: "nccl" or another name of NCCL, such as "nccl2".
-        options: The options that the program gave for the group, or None. holmes does not change options that
-            have a net_name.
+        options: The options that the program gave for the group, or None.
     """
     has_net_name = options is not None and bool(getattr(options.config, "net_name", None))
     return _state.postpones and not has_net_name and can_postpone(backend)

@@ -1,24 +1,21 @@
-"""Process groups that only their members make, while the other ranks go on.
+"""Makes process groups without the help of ranks that are not members.
 
-torch.distributed.new_group(use_local_synchronization=True) is meant for that, but has two obstacles.
+torch.distributed.new_group(use_local_synchronization=True) does so, but has two obstacles:
 
-Names. torch names such a group after its ranks and the number of groups that the process has made
-(_hash_ranks_to_str). Ranks of different pipeline stages have made different numbers of groups, since only
-some of them have embeddings. They would look for each other under different names, and wait without end. So
-holmes gives the name itself.
+    names    torch names the group after its ranks and the number of groups that the process has made
+             (_hash_ranks_to_str). Members may have made different numbers of groups: only some pipeline
+             stages have groups for embeddings. They would wait for each other under different names.
+    splits   If the group of all ranks (WORLD) is bound to a device, torch makes a new NCCL communicator by
+             ncclCommSplit of WORLD's. All ranks of WORLD must take part in a split, but only members call.
+             DeepSpeed binds WORLD (deepspeed/comm/torch.py), and so does torch 2.15 itself.
 
-Splits. If the group of all ranks (WORLD) is bound to a device, torch makes a new NCCL group by ncclCommSplit
-of WORLD. All ranks of WORLD must take part in a split, but ranks outside of the new group never call.
-DeepSpeed binds WORLD (deepspeed/comm/torch.py), and the backend nccl2 always does. So the new communicator
-must not be split from WORLD; _members_alone() says how.
+_without_other_ranks() removes both.
 
-Pairs of neighbouring stages get groups of their own if one pair has a faster network than all stages share:
+pair_groups() makes a group for each pair of neighbouring pipeline stages, if stages of the same cluster have
+a faster network than all stages share:
 
     stage 0 === stage 1 --- stage 2 === stage 3      === inside a cluster: the pair's group uses its fabric
        cluster a        |       cluster b            --- between clusters: the pair's group uses Ethernet
-
-Then all pairs get one. The first message over the pipeline's group would make the NCCL communicator of all
-stages, and stages that only use groups of pairs would never come (pairs_with_group in plan/decisions.py).
 """
 
 from __future__ import annotations
@@ -46,8 +43,9 @@ from holmes_ext.runtime.groups.transport import settings_of
 #: (ranks, purpose) -> how many groups this process has made of them. Each group needs a new name: the keys of
 #: earlier groups are still in the store.
 _count: Counter[tuple[Any, ...]] = Counter()
-#: Most thread blocks (CTAs) that the communicator of a pair of nodes uses, if its pipeline's group has no
-#: limit. Four fill a NIC. A receive that was started early occupies them until its message arrives.
+#: Largest number of thread blocks (CTAs) of a communicator for two ranks on different nodes. Four are enough
+#: to use the whole NIC. More would be a loss: a receive that is started early occupies them until its message
+#: arrives, and the GPU cannot compute with them.
 PAIR_CTAS = 4
 
 
@@ -71,7 +69,7 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
         options["pg_options"] = with_lazy_init(options.get("pg_options"))
     elif backend and traits_of(backend).binds_device:  # nccl2 of a torch without lazy_init
         options["device_id"] = world.bound_device_id
-    with _members_alone(_new_name(ranks, purpose), keeps_device=is_postponed):
+    with _without_other_ranks(_new_name(ranks, purpose), keeps_device=is_postponed):
         return dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, **options)
 
 
@@ -87,15 +85,17 @@ def _new_name(ranks: Sequence[int], purpose: str) -> str:
 
 
 @contextmanager
-def _members_alone(name: str, keeps_device: bool) -> Iterator[None]:
-    """Let torch.distributed.new_group use a given name, and not split the group of all ranks (WORLD).
+def _without_other_ranks(name: str, keeps_device: bool) -> Iterator[None]:
+    """Let torch.distributed.new_group work inside the `with` block if only the members call it.
 
-    torch splits WORLD only if WORLD is bound to a device, and if the options of the new group do not contain
-    lazy_init. So WORLD is unbound during the `with` block, unless the options contain lazy_init.
+    torch's function that names a group is replaced. And the group of all ranks (WORLD) is unbound from its
+    device, because torch splits the communicator of WORLD only if WORLD is bound.
 
     Args:
-        keeps_device: WORLD stays bound. The backends nccl2 and nccl-lazy give a new group the device of
-            WORLD. Without it, they take device LOCAL_RANK, which need not be the device of this process.
+        name: Name of the new group, the same on all members.
+        keeps_device: WORLD stays bound. This is right if the options of the new group contain lazy_init:
+            torch does not split WORLD then, and gives the new group the device of WORLD. An unbound WORLD
+            would give it device number LOCAL_RANK, and the process may use another device.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -116,21 +116,27 @@ def _members_alone(name: str, keeps_device: bool) -> Iterator[None]:
 
 
 def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
-    """Make a process group for each pair of neighbouring stages that this rank is in.
+    """Make process groups for the pairs of neighbouring pipeline stages that this rank is in.
 
-    All ranks of the pipeline must call this function.
+    All ranks of the pipeline must call this function. Either all pairs get a group, or none. If only some
+    pairs had one, the first message of another pair would make the communicator of the whole pipeline. It
+    would wait for all stages, but stages that only use groups of pairs would never come.
 
     Args:
         group: The process group of the pipeline.
 
     Returns:
-        Rank of a neighbouring stage -> group of the pair; empty if the pipeline needs no such groups.
+        Rank of a neighbouring stage -> group of the pair. The dict is empty if no pair has a faster network
+        than the whole pipeline.
     """
     ranks = tuple(group_ranks(group))
     network_api = network_api_of(backend_of(group))
-    if not network_api or len(ranks) < 3:
-        return {}
-    return groups_of(pairs_with_group(current.plan, ranks, network_api), current.rank, group)
+    if not network_api:
+        return {}  # the backend chooses its networks itself
+    if len(ranks) < 3:
+        return {}  # the pipeline is one pair
+    pairs = pairs_with_group(current.plan, ranks, network_api)
+    return groups_of(pairs, current.rank, group)
 
 
 def groups_of(pairs: Iterable[tuple[int, int]], rank: int, pipeline: Any) -> dict[int, Any]:
@@ -138,7 +144,7 @@ def groups_of(pairs: Iterable[tuple[int, int]], rank: int, pipeline: Any) -> dic
 
     Args:
         pairs: In the same order on all ranks.
-        pipeline: The process group of the pipeline.
+        pipeline: The process group of the pipeline. The new groups get its backend and settings.
 
     Returns:
         The other rank of a pair -> group of the pair.
@@ -152,13 +158,13 @@ def groups_of(pairs: Iterable[tuple[int, int]], rank: int, pipeline: Any) -> dic
 
 
 def pair_group(pair: Iterable[int], purpose: str, pipeline: Any) -> Any:
-    """Make a process group of two ranks, with the backend, timeout and NCCL settings of another group.
+    """Make a process group of two ranks, with the backend, timeout and NCCL settings of their pipeline.
 
     Only the two ranks call this function.
 
     Args:
-        purpose: As in members_group().
-        pipeline: The other group, the one of the whole pipeline.
+        purpose: Part of the group's name, and the group's description (group_desc).
+        pipeline: The process group of the pipeline.
     """
     ranks = sorted(pair)
     backend = backend_of(pipeline)
@@ -166,8 +172,9 @@ def pair_group(pair: Iterable[int], purpose: str, pipeline: Any) -> Any:
     if traits_of(backend).is_nccl:
         settings = settings_of(pipeline)
         current = session.active()
-        has_limit = settings.config.max_ctas >= 1
-        if not has_limit and current and current.transport(ranks, backend).fabric != LOCAL:
+        program_has_limit = settings.config.max_ctas >= 1
+        uses_nic = current is not None and current.transport(ranks, backend).fabric != LOCAL
+        if uses_nic and not program_has_limit:
             settings.config.max_ctas = max(PAIR_CTAS, settings.config.min_ctas)
         options["pg_options"] = settings
     return members_group(ranks, purpose, **options)

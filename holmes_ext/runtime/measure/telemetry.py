@@ -130,25 +130,36 @@ class Recorder:
             is_synchronous: Whether the program called the operation without async_op=True.
         """
         op.is_synchronous = is_synchronous
-        if (waiting := self.coalescing.get(id(process_group))) is not None:
-            waiting.append(op)
+        block = self.coalescing.get(id(process_group))
+        if block is not None:  # the program coalesces operations: block_ended() records them together
+            block.append(op)
             return
         if is_synchronous and op.group.is_nccl2:
-            work = None  # its wait() would take no time, although the program's stream stands still
+            # The wait() of this Work returns at once, although the program's stream waits. As with
+            # nccl-legacy, which returns no Work, the operation is timed on the stream instead.
+            work = None
         if work is not None:
-            key = id(work)
-            self.by_work[key] = op
-            op.work = weakref.ref(work, lambda _: self._dropped(key, op))
+            self._find_by_work(op, work)
         if op.group.is_on_device:
             self.device.launched(op)
         elif work is None:
             self.finish(op)
         elif self.keeps and op.peer is None:
-            try:
-                self._untold.add(op)
-                work.get_future().add_done_callback(before_exit(lambda _: self._told(op)))
-            except RuntimeError:  # gloo's reduce-scatter has none: it ends when it was waited for
-                self._untold.discard(op)
+            self._finish_with_future(op, work)
+
+    def _find_by_work(self, op: Op, work: Any) -> None:
+        """Let wait() find the operation of a Work. The Work is not kept alive."""
+        key = id(work)
+        self.by_work[key] = op
+        op.work = weakref.ref(work, lambda _: self._dropped(key, op))
+
+    def _finish_with_future(self, op: Op, work: Any) -> None:
+        """Let a thread of gloo record the end of an operation, by the future of its Work."""
+        self._untold.add(op)
+        try:
+            work.get_future().add_done_callback(before_exit(lambda _: self._told(op)))
+        except RuntimeError:  # gloo's reduce-scatter has no future: wait() records its end
+            self._untold.discard(op)
 
     def block_ended(self, process_group: Any, work: Any) -> None:
         """A block of operations was started, all at once: the last one stands for them."""

@@ -1,4 +1,8 @@
-"""Tests that the default group's communicator is postponed for holmes_ext.initialize_model_parallel."""
+"""Tests that init_process_group of torch 2.15 makes no NCCL communicator for some programs.
+
+These programs import holmes_ext.initialize_model_parallel, which switches holmes on after init_process_group.
+Their first communicator is postponed to the first operation.
+"""
 
 from types import SimpleNamespace
 

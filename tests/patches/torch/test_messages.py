@@ -1,4 +1,8 @@
-"""Tests which messages of the backend nccl-lazy use a process group of their two ranks."""
+"""Tests holmes's wrappers of torch.distributed.send and recv, for the backend nccl-lazy.
+
+The wrappers send a message over a process group of the two ranks that exchange it, if these ranks have a
+faster network than the group that the program has named.
+"""
 
 from types import SimpleNamespace
 
@@ -33,7 +37,13 @@ def two_clusters(monkeypatch):
 
 
 def arguments_of(wrapper, *args, **kwargs):
-    """Call a wrapper, and return the arguments that torch's function receives."""
+    """Call a wrapper, and return the peer and the group with which it calls torch's send or recv.
+
+    Args:
+        wrapper: holmes's wrapper of send, or the one of recv.
+        args: Positional arguments with which a program calls send or recv.
+        kwargs: Its named arguments.
+    """
     received = {}
 
     def send(tensor, dst=None, group=None, tag=0, group_dst=None):
@@ -42,8 +52,9 @@ def arguments_of(wrapper, *args, **kwargs):
     def recv(tensor, src=None, group=None, tag=0, group_src=None):
         received.update(peer=group_src if src is None else src, group=group)
 
-    target = send if wrapper is messages._send_over_pair_group else recv
-    wrapper(target, None, args, kwargs)
+    original = send if wrapper is messages._send_over_pair_group else recv
+    # A wrapper gets the original function, no instance, and the program's arguments.
+    wrapper(original, None, args, kwargs)
     return received
 
 

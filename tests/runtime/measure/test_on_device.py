@@ -154,10 +154,10 @@ def test_a_synchronous_operation_has_no_work_and_lasts_as_long_as_on_the_gpu(gpu
     assert union_s([(op.start, op.end) for op in ops]) == pytest.approx(0.75)
 
 
-def test_the_work_of_a_synchronous_operation_of_nccl2_is_not_timed(gpu):
-    """nccl2 of torch 2.15 returns a Work for a synchronous operation, too. Its wait() waits for nothing.
+def test_a_synchronous_operation_of_nccl2_is_timed_on_the_stream(gpu):
+    """A synchronous operation of nccl2 is exposed as long as it runs on the program's stream, here 250 ms.
 
-    The operation runs on the compute stream, so it is exposed for its whole duration, here 250 ms.
+    torch 2.15 returns a Work for it, whose wait() returns at once. So wait() says nothing about the time.
     """
     job = Job(gpu)
     job.group.is_nccl2 = True
