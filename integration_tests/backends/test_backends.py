@@ -154,7 +154,7 @@ def test_a_message_inside_a_cluster_uses_the_network_of_the_cluster(two_clusters
 @full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_device_other_than_local_rank(two_clusters, tmp_path, engine):
-    """The groups that holmes makes are on the GPU that the job uses, not on the one with number LOCAL_RANK."""
+    """Groups that holmes makes are on the GPU that the job uses, not on the one with number LOCAL_RANK."""
     job = job_with(engine, "nccl", other_devices=True)
     job.skip_if_not_installed()
     runs = runs_of(job, StartOnTwoNodes(two_clusters), tmp_path)
