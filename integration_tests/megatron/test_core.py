@@ -196,7 +196,8 @@ def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
     stock, holmes = both[0][0], both[1][0]
     assert stock["pipeline 2"]["buckets"] == {str(rank): [0] for rank in range(4)}
     assert all(count > 2 for (count,) in holmes["pipeline 2"]["buckets"].values()), holmes["pipeline 2"]
-    assert stock["overlap"]["buckets"]["2"] == [1] and holmes["overlap"]["buckets"]["2"][0] > 2
+    if "overlap" in stock:  # over NCCL, "some splits" does not contain it
+        assert stock["overlap"]["buckets"]["2"] == [1] and holmes["overlap"]["buckets"]["2"][0] > 2
     # Nothing is reduced with four stages; a distributed optimizer's buckets stay unless the user says
     # --holmes-overlap on: checkpoints may depend on them.
     for own in {"pipeline 4", "distributed optimizer"} & stock.keys():
