@@ -1,6 +1,7 @@
-"""Tests that a job which uses torchcomms ends with one message and status 2, before the first process group.
+"""Tests that a job which uses torchcomms ends with a message and status 2, before it makes a process group.
 
-torchcomms cannot be installed from PyPI. The tests use a stand-in: a package with the names that torch imports.
+torchcomms cannot be installed from PyPI. So the tests use a stand-in, a package with the names that torch
+imports.
 """
 
 import os
