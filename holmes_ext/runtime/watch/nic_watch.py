@@ -9,6 +9,8 @@ the default timeout of a process group is half an hour. So holmes polls the NICs
                             if a process group of this rank uses the NIC's network. The launcher may then
                             start the job again: torchrun --max-restarts does, without that NIC.
 
+A NIC that has already failed at the first poll is ignored.
+
 NCCL: When NCCL fails, torch aborts the process. A message that names the failed process group is printed
 before that. nccl_errors.py detects the failures.
 """
