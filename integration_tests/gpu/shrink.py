@@ -1,7 +1,22 @@
-"""Script of one rank whose process groups lose a rank while the job runs: python shrink.py SCENE --holmes ...
+"""Script of one rank that excludes a rank from a process group while the job runs.
 
-torchrun's variables say which rank. The ranks use NCCL. Each prints a JSON line: "sums" of the ranks' numbers
-over the groups, and "groups": name, ranks and network of each group in the session of holmes.
+Usage: shrink.py SCENE --holmes ...
+
+test_shrink.py starts it on four ranks over NCCL. Ranks 0 and 1 are in a cluster with InfiniBand, ranks 2 and
+3 in another cluster. SCENE is one of the functions in SCENES:
+
+    shrink_group            Exclude rank 3 from a group of ranks 0, 1 and 3. The new group should use
+                            InfiniBand.
+    shrink_default_group    Exclude rank 3 from the default group by torch's shrink_group.
+    reconfigure             Exclude rank 3 from the default group by torch's _reconfigure.
+
+Each scene all-reduces the ranks' numbers in the group before and after the change. Each rank prints a JSON
+line with these keys:
+
+    rank      rank of this process
+    sums      results of its all-reduces, in order: [before the change, after it]; an excluded rank has only
+              the first, a rank outside the group none
+    groups    [name, ranks, network] of each process group that holmes has recorded on this rank
 """
 
 import json
@@ -17,65 +32,110 @@ from holmes_ext.runtime import session
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 RANK = int(os.environ["RANK"])
-#: The rank that leaves. Ranks 0 and 1 are in one cluster, ranks 2 and 3 in the other.
-EXCLUDED = 3
+EXCLUDED = 3  # rank that is excluded from a group
+#: Elements of the all-reduced tensor: 400 kB, so that the NICs' byte counters show which network was used.
+ELEMENTS = 100_000
+#: Seconds that the excluded rank waits. The launcher would end the job if the rank exited while the other
+#: ranks still change the group.
+EXCLUDED_WAIT_S = 20
 
 
-def total(group: dist.ProcessGroup | None = None) -> float:
-    """Return the sum of the first numbers of the ranks in a group, by an all-reduce of 400 kB."""
-    value = torch.full((100_000,), float(RANK), device=DEVICE)
+def sum_of_ranks(group: dist.ProcessGroup | None = None) -> float:
+    """Return the sum of the ranks in a process group, computed by an all-reduce.
+
+    Each rank adds the number that it had at the start of the script, even if torch has renumbered it since.
+
+    Args:
+        group: The process group; None for the default group.
+    """
+    value = torch.full((ELEMENTS,), float(RANK), device=DEVICE)
     dist.all_reduce(value, group=group)
     torch.cuda.synchronize()
     return value[0].item()
 
 
 def shrink_group() -> list[float]:
-    """Exclude a rank from a group of three ranks; the two that remain are in one cluster."""
+    """Exclude rank 3 from a process group of ranks 0, 1 and 3.
+
+    Returns:
+        The sums of ranks before and after the change; see the docstring of this file.
+    """
     members = [0, 1, EXCLUDED]
     group = dist.new_group(members)
     if RANK not in members:
         return []
-    sums = [total(group)]
+    sum_before = sum_of_ranks(group)
     if RANK == EXCLUDED:
-        return sums
-    shrunk: Any = dist.shrink_group([members.index(EXCLUDED)], group=group)
-    return [*sums, total(shrunk)]
+        return [sum_before]
+    group_rank_to_exclude = members.index(EXCLUDED)
+    shrunk_group: Any = dist.shrink_group([group_rank_to_exclude], group=group)
+    return [sum_before, sum_of_ranks(shrunk_group)]
 
 
 def shrink_default_group() -> list[float]:
-    """Exclude the last rank from the group of all ranks. The other ranks keep their numbers."""
-    sums = [total()]
+    """Exclude rank 3 from the default group by torch's shrink_group. The other ranks keep their numbers.
+
+    Returns:
+        The sums of ranks before and after the change; see the docstring of this file.
+    """
+    sum_before = sum_of_ranks()
     if RANK == EXCLUDED:
-        time.sleep(20)  # the others shrink the group meanwhile; at its end this rank would end the job
-        return sums
+        time.sleep(EXCLUDED_WAIT_S)
+        return [sum_before]
     dist.shrink_group([EXCLUDED])
-    return [*sums, total()]
+    return [sum_before, sum_of_ranks()]
 
 
 def reconfigure() -> list[float]:
-    """Give the default group a communicator of all ranks, and then one without the last rank."""
-    store = dist.distributed_c10d._get_default_store()
-    sums = []
-    for uuid, members in ((1, (0, 1, 2, 3)), (2, (0, 1, 2))):
-        if RANK not in members:
-            time.sleep(20)
-            continue
-        store.set(f"handle/{uuid}/{RANK}", dist._get_reconfigure_handle())
-        handles = [store.get(f"handle/{uuid}/{rank}").decode() for rank in members]
-        dist._reconfigure(uuid=uuid, handles=handles).wait()
-        sums.append(total())
+    """Exclude rank 3 from the default group by torch's _reconfigure.
+
+    With enable_reconfigure, the default group starts without a communicator. So it is reconfigured twice:
+    first with all ranks, then without rank 3.
+
+    Returns:
+        The sums of ranks after the first and the second call of _reconfigure.
+    """
+    sums = [reconfigure_default_group(uuid=1, members=(0, 1, 2, EXCLUDED))]
+    if RANK == EXCLUDED:
+        time.sleep(EXCLUDED_WAIT_S)
+        return sums
+    sums.append(reconfigure_default_group(uuid=2, members=(0, 1, 2)))
     return sums
 
 
+def reconfigure_default_group(uuid: int, members: tuple[int, ...]) -> float:
+    """Give the default group a communicator of other members, and return their sum of ranks.
+
+    Args:
+        uuid: Identifies the new communicator.
+        members: Ranks of the new members. Each of them calls this function.
+    """
+    # The members exchange their handles by the rendezvous store.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"handle/{uuid}/{RANK}", dist._get_reconfigure_handle())
+    handles = [store.get(f"handle/{uuid}/{rank}").decode() for rank in members]
+    dist._reconfigure(uuid=uuid, handles=handles).wait()
+    return sum_of_ranks()
+
+
+SCENES = {
+    "shrink_group": shrink_group,
+    "shrink_default_group": shrink_default_group,
+    "reconfigure": reconfigure,
+}
+
 if __name__ == "__main__":
-    scene = sys.argv[1]
+    run_scene = SCENES[sys.argv[1]]
     torch.cuda.set_device(DEVICE)
-    more = {"enable_reconfigure": True} if scene == "reconfigure" else {"device_id": DEVICE}
-    dist.init_process_group("nccl", **more)
-    sums = globals()[scene]()
+    if run_scene is reconfigure:
+        dist.init_process_group("nccl", enable_reconfigure=True)
+    else:
+        dist.init_process_group("nccl", device_id=DEVICE)
+    sums = run_scene()
     current = session.active()
     assert current is not None
     groups = [[record.name, record.ranks, record.transport.net_name] for record in current.groups]
     print(json.dumps({"rank": RANK, "sums": sums, "groups": groups}), flush=True)
-    time.sleep(5)  # rank 0 has the store
-    os._exit(0)  # the groups of the ranks differ, so they cannot be destroyed together
+    time.sleep(5)  # rank 0 hosts the rendezvous store, which the other ranks may still use
+    # destroy_process_group() would fail: the ranks have different groups.
+    os._exit(0)

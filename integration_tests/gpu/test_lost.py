@@ -1,4 +1,7 @@
-"""Tests what holmes says when an NCCL communicator ends: a rank is lost, or the program aborts the group."""
+"""Tests that holmes reports a failure of NCCL, but not a process group that the program aborts itself.
+
+The jobs run the scenes of lost.py on two nodes of two ranks each.
+"""
 
 import subprocess
 import sys
@@ -9,15 +12,22 @@ import torch
 
 from integration_tests.jobs import full
 
-#: Whether torch calls holmes before it ends the process. Older versions wait for a minute before.
-HAS_HOOKS = torch.__version__ >= (2, 15)
-LOST = str(Path(__file__).with_name("lost.py"))
+#: Whether the backend "nccl" calls abort hooks, by which holmes reports a failure at once. Older releases of
+#: torch wait for a minute before they abort the process, so that holmes can poll NCCL meanwhile.
+HAS_ABORT_HOOKS = torch.__version__ >= (2, 15)
+SCRIPT = str(Path(__file__).with_name("lost.py"))
 
 
-def run(lab, scene, **environment):
-    """Run a scene of lost.py with holmes on two nodes of two ranks each."""
+def run_scene(lab, scene, **environment):
+    """Run a scene of lost.py under holmes on four ranks, and return the job that has ended.
+
+    Args:
+        lab: The fixture `lab`: emulated nodes with emulated GPUs.
+        scene: The name of the scene.
+        environment: Environment variables of all ranks.
+    """
     flags = ("--holmes", "--holmes-cluster", str(lab.file))
-    return lab.run(LOST, scene, *flags, order="a0,b0", env=environment)
+    return lab.run(SCRIPT, scene, *flags, order="a0,b0", env=environment)
 
 
 @pytest.mark.parametrize("scene", [
@@ -27,44 +37,47 @@ def run(lab, scene, **environment):
     pytest.param("abort_all_groups", marks=full),
 ])  # fmt: skip
 def test_a_group_that_the_program_aborts_is_not_reported(lab, scene):
-    ran = run(lab, scene)
-    assert set(ran.result.statuses.values()) == {0} and ran.said.count("survived") == 4, ran.said
-    assert "is lost" not in "".join(ran.result.outputs.values()), ran.said
+    job = run_scene(lab, scene)
+    assert set(job.result.statuses.values()) == {0}, job.said
+    assert job.said.count("survived") == 4, job.said
+    assert "is lost" not in "".join(job.result.outputs.values()), job.said
 
 
-def test_a_lost_rank_is_reported_before_torch_ends_the_process(lab):
-    """With the variable, torch 2.15 ends the process as soon as its abort hooks return."""
-    at_once = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"} if HAS_HOOKS else {}
-    ran = run(lab, "lose_a_rank", **at_once)
-    told = "".join(ran.result.outputs.values())
-    assert "is lost: NCCL's COMM_ERROR in the group of ranks 0, 1, 2, 3" in told, told
-    assert "torchfrtrace --allow-incomplete-ranks" in told, told
+def test_a_lost_rank_is_reported_before_torch_aborts_the_process(lab):
+    environment = {}
+    if HAS_ABORT_HOOKS:
+        # torch then aborts the process as soon as the abort hooks return, so a poll would be too late.
+        environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "0"
+    job = run_scene(lab, "lose_a_rank", **environment)
+    output = "".join(job.result.outputs.values())
+    assert "is lost: NCCL's COMM_ERROR in the group of ranks 0, 1, 2, 3" in output, output
+    assert "torchfrtrace --allow-incomplete-ranks" in output, output
 
 
-def test_the_flight_recorder_shows_which_operations_differ(lab, tmp_path):
-    """The files are where holmes says, and the command that holmes names reads them."""
-    prefix = tmp_path / "trace_"
+def test_the_flight_recorder_shows_which_collectives_differ(lab, tmp_path):
+    """torch dumps its flight recorder to the files that holmes names, and torchfrtrace reads them."""
+    dump_path = tmp_path / "trace_"  # torch appends the rank
     environment = {
         "PYTEST_CURRENT_TEST": "",
         "TIMEOUT_S": "12",
-        "TORCH_FR_DUMP_TEMP_FILE": str(prefix),
+        "TORCH_FR_DUMP_TEMP_FILE": str(dump_path),
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "3000",
     }
     command = [
         sys.executable,
-        LOST,
+        SCRIPT,
         "call_different_operations",
         "--holmes",
         "--holmes-cluster",
         str(lab.file),
     ]
-    # Not by lab.run(): it would end the job as a deadlock, before NCCL times out.
+    # lab.run() would detect the deadlock and end the job before the collectives time out.
     job = lab.lab.start(command, order=["a0", "b0"], processes=2, env=environment, gpus=lab.gpus, grace=60)
-    told = "".join(job.wait().outputs.values())
-    line = f"torch writes the last operations of rank 3 to {prefix}3"
-    assert line in told and "--prefix trace_ FOLDER" in told, told
+    output = "".join(job.wait().outputs.values())
+    assert f"torch writes the last operations of rank 3 to {dump_path}3" in output, output
+    assert "--prefix trace_ FOLDER" in output, output
 
-    reader = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
+    torchfrtrace = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
     arguments = ["--allow-incomplete-ranks", "--prefix", "trace_", str(tmp_path)]
-    report = subprocess.run([*reader, *arguments], text=True, capture_output=True)
+    report = subprocess.run([*torchfrtrace, *arguments], text=True, capture_output=True)
     assert "COLLECTIVE_TYPE_MISMATCH" in report.stdout + report.stderr, report

@@ -1,13 +1,15 @@
-"""Lets holmes report failures of NCCL in time, and not report groups that the program aborts by itself.
+"""Patches that let holmes report failures of NCCL before torch aborts the process.
 
-runtime/watch/nccl_errors.py finds the failures. It needs three changes of torch:
+runtime/watch/nccl_errors.py detects the failures. Three functions of torch are patched for it:
 
-    _register_pg_in_world   torch calls it with every new process group. The group gets an abort hook, which
-                            torch runs before it aborts the process because of a failure.
-    ProcessGroup.abort      The program aborts a group by itself, e.g. by torch's _abort_process_group.
-    Backend.abort           The program aborts the NCCL backend of a group by itself.
+    _register_pg_in_world   torch calls this function with every new process group. The patch registers an
+                            abort hook with the group, so that holmes learns of a failure in time.
+    ProcessGroup.abort      A program calls this method, or torch's _abort_process_group does for it, to abort
+                            a process group. The patch marks the group, so that it is not reported as failed.
+    Backend.abort           The same for a program that aborts only the backend of a group.
 
-torch's own code in C++ aborts a group after a failure without these two methods.
+After a failure, torch's C++ code aborts the communicators without calling these two Python methods. So a call
+of them always comes from the program.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _C10D = "torch.distributed.distributed_c10d"
 @with_session
 @by_name
 def _register_with_abort_hook(current, call, instance, pg):
-    """Register a new process group in torch, and let torch call holmes when NCCL fails in the group.
+    """Register a new process group in torch, and register holmes's abort hook with the group.
 
     Wrapper of torch's _register_pg_in_world, which `call()` runs.
     """
@@ -34,38 +36,41 @@ def _register_with_abort_hook(current, call, instance, pg):
     return registered
 
 
-def _noting_abort_of_group(original: Any) -> Any:
-    """Return a method that notes that the program aborts a process group, and calls ProcessGroup.abort."""
+def _mark_and_abort_group(original_abort: Any) -> Any:
+    """Return a replacement for ProcessGroup.abort that first marks the group as aborted by the program."""
 
     def abort(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nccl_errors.note_abort(self)  # before the abort: holmes may look at the group's state at any time
-        return original(self, *args, **kwargs)
+        # Before the abort: another thread may poll the state of the group as soon as it is aborted.
+        nccl_errors.mark_aborted_by_program(self)
+        return original_abort(self, *args, **kwargs)
 
     return abort
 
 
-def _noting_abort_of_backend(original: Any) -> Any:
-    """Return a method that notes that the program aborts a group's backend, and calls Backend.abort."""
+def _mark_and_abort_backend(original_abort: Any) -> Any:
+    """Return a replacement for Backend.abort that first marks the group as aborted by the program."""
 
     def abort(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nccl_errors.note_abort_of_backend(self)
-        return original(self, *args, **kwargs)
+        # Before the abort: another thread may poll the state of the backend as soon as it is aborted.
+        nccl_errors.mark_backend_aborted_by_program(self)
+        return original_abort(self, *args, **kwargs)
 
     return abort
 
 
-# The two new methods must be named `abort` and take `self`. If a Python class inherits them, torch's C++ code
-# calls the Python method of the name `abort`, unless a function of this name and this `self` is its caller.
-_DELIBERATE = "a group that the program aborts has the same state as one that has lost a rank"
+# Both replacements must be named `abort`, and their first parameter `self`. Otherwise a Python subclass of
+# ProcessGroup or Backend that inherits `abort` would recurse without end: torch's C++ code looks for a Python
+# method `abort` of the object and calls it, unless its caller is a function `abort` of the same `self`.
+_ABORT_REASON = "a group that the program aborts has the same state as one that has lost a rank"
 
 PATCHES = (
     Patch(FAILURES, f"{_C10D}:_register_pg_in_world",
           "torch may abort the process before holmes looks for a failure; every new group is registered here",
           _register_with_abort_hook, only=">=2.13"),
-    Patch(FAILURES, f"{_C10D}:ProcessGroup.abort", _DELIBERATE, replace=_noting_abort_of_group,
+    Patch(FAILURES, f"{_C10D}:ProcessGroup.abort", _ABORT_REASON, replace=_mark_and_abort_group,
           only=">=2.7"),
-    # The module torch._C._distributed_c10d is part of a library, so its import cannot be observed. torch's
-    # Python code imports it as an attribute of torch._C.
-    Patch(FAILURES, f"{_C10D}:torch._C._distributed_c10d.Backend.abort", _DELIBERATE,
-          replace=_noting_abort_of_backend, only=">=2.7"),
+    # This target is in the module torch._C._distributed_c10d. The module is part of torch's C++ library, so
+    # its import cannot be observed. The target is named by the Python module that has imported it.
+    Patch(FAILURES, f"{_C10D}:torch._C._distributed_c10d.Backend.abort", _ABORT_REASON,
+          replace=_mark_and_abort_backend, only=">=2.7"),
 )  # fmt: skip

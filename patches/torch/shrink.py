@@ -1,16 +1,18 @@
-"""Keeps the planned network of process groups whose members change while the job runs.
+"""Patches that keep the planned networks when process groups lose or replace members in a running job.
 
-A program calls these functions of torch to go on after a rank is lost, or to use other ranks:
+A program calls these functions of torch to continue after a rank is lost, or to replace ranks:
 
-    shrink_group   Makes a smaller group from a group, without the ranks that are excluded.
-    _reconfigure   Gives the default group a new communicator with other members (torch 2.14 or newer, after
-                   init_process_group(..., enable_reconfigure=True)).
+    shrink_group    Makes a new group from the remaining members of a group. The patch gives the new group the
+                    network that holmes's plan assigns to these members.
+    _reconfigure    Replaces the communicator of an existing group by one with other members. It needs
+                    torch 2.14 and init_process_group(..., enable_reconfigure=True). The group keeps its
+                    network.
 
-The new group is added to the list of groups in the session of holmes. A shrunk group gets the network that
-the plan assigns to its ranks. A reconfigured group keeps its network.
+Both patches add the changed group to Session.groups, the list from which holmes reports groups and networks.
 
-If the members of the default group change, torch may number the ranks anew. The plan has the old numbers, so
-holmes can choose no network for groups that are made later, and ends the job when one is made.
+Two numberings of ranks: When the default group loses a member, torch renumbers its remaining ranks from 0
+without gaps. The plan keeps the ranks of the job's start, called planned ranks here. While the two numberings
+differ, holmes cannot look up the network of a new group: new_group and split_group end the job.
 """
 
 from __future__ import annotations
@@ -32,27 +34,29 @@ from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.runtime.watch import nccl_errors
 
 _C10D = "torch.distributed.distributed_c10d"
-#: torch's number of the communicator of a group that was never reconfigured.
+#: UUID in torch's handle of a process whose group has not been reconfigured yet.
 _NO_UUID = -1
 
 
-class _Generation(NamedTuple):
+class _Membership(NamedTuple):
     """Members of a process group between two reconfigurations."""
 
-    uuid: int  # the program's number of the communicator; _NO_UUID before the first reconfiguration
-    ranks: tuple[int, ...]  # the members in the order of the group, numbered as in the plan
+    uuid: int  # identifies the communicator; chosen by the program, _NO_UUID before any reconfiguration
+    planned_ranks: tuple[int, ...]  # the member with group rank i has the planned rank planned_ranks[i]
 
 
-#: Process group -> its members since its last reconfiguration.
-_generations: weakref.WeakKeyDictionary[Any, _Generation] = weakref.WeakKeyDictionary()
-#: Starts of the job (Session.round) in which torch has numbered the ranks anew.
+#: Process group -> its members since the last reconfiguration.
+_memberships: weakref.WeakKeyDictionary[Any, _Membership] = weakref.WeakKeyDictionary()
+#: Starts of the job (values of Session.round) in which torch's ranks now differ from the planned ranks.
 _renumbered_rounds: set[str] = set()
 
 
 @with_session
 @by_name
-def _keep_network_of_shrunk_group(current, call, instance, ranks_to_exclude, group=None, pg_options=None):
-    """Make a smaller process group, with the network that the plan assigns to the remaining ranks.
+def _shrink_group_with_planned_network(
+    current, call, instance, ranks_to_exclude, group=None, pg_options=None
+):
+    """Shrink a process group, and give the new group the network that the plan assigns to its members.
 
     Wrapper of torch.distributed.shrink_group, which `call()` runs.
     """
@@ -60,12 +64,14 @@ def _keep_network_of_shrunk_group(current, call, instance, ranks_to_exclude, gro
 
     parent: Any = group or dist.group.WORLD
     is_default_group = parent is dist.group.WORLD
-    # `ranks_to_exclude` lists ranks within the group.
+    # `ranks_to_exclude` has ranks within the group. The plan needs global ranks.
     remaining = tuple(
-        rank for position, rank in enumerate(group_ranks(parent)) if position not in ranks_to_exclude
+        global_rank
+        for group_rank, global_rank in enumerate(group_ranks(parent))
+        if group_rank not in ranks_to_exclude
     )
     if current.rank not in remaining:
-        return call()  # torch raises an error
+        return call()  # torch raises an error: an excluded rank must not call shrink_group
     description = _description_of(parent)
     backend = backend_of(parent)
     if traits_of(backend).is_nccl:
@@ -81,12 +87,12 @@ def _keep_network_of_shrunk_group(current, call, instance, ranks_to_exclude, gro
     shrunk_group = call(pg_options=pg_options)  # also destroys `parent`
     _record(current, f"{description or parent.group_name}:shrunk", remaining, backend, pg_options)
     if is_default_group:
-        _note_numbers(current, remaining)
+        _update_renumbered_rounds(current, remaining)
     return shrunk_group
 
 
 def _description_of(group: Any) -> str:
-    """Return the program's description of a process group; "" if the program gave none."""
+    """Return the description (group_desc) that the program gave a process group; "" if it gave none."""
     if group.group_desc == "undefined":  # torch's default
         return ""
     return group.group_desc
@@ -94,71 +100,81 @@ def _description_of(group: Any) -> str:
 
 @with_session
 @by_name
-def _record_reconfigured_group(current, call, instance, uuid, handles, group=None):
-    """Give a process group a new communicator, and add it to the session's list if its members have changed.
+def _reconfigure_and_record_group(current, call, instance, uuid, handles, group=None):
+    """Reconfigure a process group, and add it to Session.groups if its members have changed.
 
     Wrapper of torch.distributed._reconfigure, which `call()` runs.
     """
     import torch.distributed as dist
 
     changed_group: Any = group or dist.group.WORLD
-    original_ranks = tuple(group_ranks(changed_group))  # torch does not change them here
-    former = _generations.get(changed_group, _Generation(_NO_UUID, original_ranks))
-    members = _members_of(handles, former, original_ranks)
+    # torch's list of a group's ranks is not changed by reconfigurations: it has the original members.
+    original_ranks = tuple(group_ranks(changed_group))
+    original = _Membership(uuid=_NO_UUID, planned_ranks=original_ranks)
+    former = _memberships.get(changed_group, original)
+    new_ranks = _new_planned_ranks(handles, former, original_ranks)
     with gloo_interface(current.transport(original_ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         work = call()
-    nccl_errors.note_reconfiguration(changed_group)
-    if members is None:
+    # The program may have aborted the former communicator. Failures of the new one must be reported.
+    nccl_errors.unmark_aborted_by_program(changed_group)
+    if new_ranks is None:
         return work
-    _generations[changed_group] = _Generation(uuid, members)
-    if members != former.ranks:
+    _memberships[changed_group] = _Membership(uuid=uuid, planned_ranks=new_ranks)
+    if new_ranks != former.planned_ranks:
         name = f"{_description_of(changed_group)}:reconfigured"
-        _record(current, name, members, backend_of(changed_group), options_of(changed_group))
+        _record(current, name, new_ranks, backend_of(changed_group), options_of(changed_group))
         if changed_group is dist.group.WORLD:
-            _note_numbers(current, members)
+            _update_renumbered_rounds(current, new_ranks)
     return work
 
 
-def _members_of(
-    handles: Collection[str], former: _Generation, original_ranks: tuple[int, ...]
+def _new_planned_ranks(
+    handles: Collection[str], former: _Membership, original_ranks: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the new members of a process group that is reconfigured, in the order of the group.
+    """Return the planned ranks of a reconfigured group's members, ordered by their new rank in the group.
 
-    None is returned if this rank does not know the numbers in a handle, because it was not in the former
-    group.
+    A handle has the form "BACKEND:RANK:UUID:...". UUID says which membership RANK belongs to:
+
+        UUID of the former membership    RANK is the member's rank in the group until now.
+        -1                               The member's process has just started. RANK is the rank in the group
+                                         as the program first made it.
+
+    None is returned if a handle has another UUID. This happens on a process that has just started: it has not
+    seen the former membership, so it cannot translate the ranks of members that have.
 
     Args:
-        handles: torch's handle of each new member: "BACKEND:RANK:UUID:...", with its rank in the former group
-            and the uuid of the former group. The uuid is -1 if the member has just started; RANK is then its
-            rank in the original group.
-        former: The group before.
-        original_ranks: The members with which the program made the group.
+        handles: torch's handles of the new members. A list is in the order of the new ranks. A set has no
+            order: torch sorts it, and so does this function.
+        former: Members of the group until now.
+        original_ranks: Planned ranks of the group as the program first made it.
     """
-    # torch sorts a set; a list has the order of the new group.
-    ordered_handles = sorted(handles) if isinstance(handles, (set, frozenset)) else handles
-    members = []
+    is_set = isinstance(handles, (set, frozenset))
+    ordered_handles = sorted(handles) if is_set else list(handles)
+    planned_ranks = []
     for handle in ordered_handles:
-        parts = handle.split(":")
-        if len(parts) < 3:
-            return None  # torch raises an error
-        _backend, rank, uuid, *_rest = parts
-        if int(uuid) == former.uuid:
-            members.append(former.ranks[int(rank)])
-        elif int(uuid) == _NO_UUID:
-            members.append(original_ranks[int(rank)])
+        fields = handle.split(":")
+        if len(fields) < 3:
+            return None  # a malformed handle: torch raises an error
+        uuid = int(fields[2])
+        if uuid == former.uuid:
+            planned_by_group_rank = former.planned_ranks
+        elif uuid == _NO_UUID:
+            planned_by_group_rank = original_ranks
         else:
             return None
-    return tuple(members)
+        group_rank = int(fields[1])
+        planned_ranks.append(planned_by_group_rank[group_rank])
+    return tuple(planned_ranks)
 
 
-def _note_numbers(current: Session, default_group_ranks: tuple[int, ...]) -> None:
-    """Note whether torch's numbers of the ranks still are those of the plan.
+def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, ...]) -> None:
+    """Record whether torch's ranks now differ from the planned ranks. _raise_if_renumbered() reads this.
 
     Args:
-        default_group_ranks: New members of the default group, by their new rank, numbered as in the plan.
+        default_group_ranks: Planned ranks of the default group's new members, ordered by torch's new rank.
     """
-    new_numbers = tuple(range(len(default_group_ranks)))
-    if default_group_ranks == new_numbers:
+    torch_ranks = tuple(range(len(default_group_ranks)))
+    if default_group_ranks == torch_ranks:
         _renumbered_rounds.discard(current.round)
     else:
         _renumbered_rounds.add(current.round)
@@ -166,32 +182,37 @@ def _note_numbers(current: Session, default_group_ranks: tuple[int, ...]) -> Non
 
 @with_session
 @by_name
-def _refuse_group_after_renumbering(current, call, instance, global_ranks_in_group):
-    """Make a process group, or end the job if the plan does not have torch's numbers of the ranks any more.
+def _make_group_unless_renumbered(current, call, instance, global_ranks_in_group):
+    """Make a process group, or raise an error if torch's ranks differ from the planned ranks.
 
     Wrapper of torch's _new_process_group_helper, which `call()` runs.
     """
     is_default_group = not global_ranks_in_group
-    if not is_default_group:
-        _check_numbers(current)
+    if not is_default_group:  # a new default group is always allowed: it has all planned ranks
+        _raise_if_renumbered(current)
     return call()
 
 
 @with_session
 @by_name
-def _refuse_split_after_renumbering(current, call, instance):
-    """Split a group, or end the job if the plan does not have torch's numbers of the ranks any more.
+def _split_group_unless_renumbered(current, call, instance):
+    """Split a process group, or raise an error if torch's ranks differ from the planned ranks.
 
     Wrapper of torch.distributed.split_group, which `call()` runs.
     """
-    _check_numbers(current)
+    _raise_if_renumbered(current)
     return call()
 
 
-def _check_numbers(current: Session) -> None:
-    """Raise a HolmesError if torch has numbered the ranks anew since the job's start."""
+def _raise_if_renumbered(current: Session) -> None:
+    """Raise an error if torch's ranks differ from the planned ranks.
+
+    Raises:
+        HolmesError: A change of the default group has renumbered the ranks in this start of the job.
+    """
     if current.round not in _renumbered_rounds:
         return
+    # Every rank raises this error. told_once() lets one of them print the message.
     raise told_once(
         HolmesError(
             "the default process group has lost ranks, and torch has numbered the others anew, so the plan "
@@ -204,14 +225,14 @@ def _check_numbers(current: Session) -> None:
 PATCHES = (
     Patch(CHANGED_GROUPS, f"{_C10D}:shrink_group",
           "a shrunk group is made by the backend, without _new_process_group_helper",
-          _keep_network_of_shrunk_group, only=">=2.10"),
+          _shrink_group_with_planned_network, only=">=2.10"),
     Patch(CHANGED_GROUPS, f"{_C10D}:_reconfigure",
           "a group gets other members, and torch's list of its ranks stays as it was",
-          _record_reconfigured_group, only=">=2.14"),
+          _reconfigure_and_record_group, only=">=2.14"),
     Patch(CHANGED_GROUPS, f"{_C10D}:_new_process_group_helper",
           "after a change of the default group, ranks have other numbers than in the plan",
-          _refuse_group_after_renumbering, only=">=2.10"),
+          _make_group_unless_renumbered, only=">=2.10"),
     Patch(CHANGED_GROUPS, f"{_C10D}:split_group",
           "after a change of the default group, ranks have other numbers than in the plan",
-          _refuse_split_after_renumbering, only=">=2.10"),
+          _split_group_unless_renumbered, only=">=2.10"),
 )  # fmt: skip

@@ -1,9 +1,12 @@
-"""Ends a job that uses torchcomms, because the networks of its process groups would be lost.
+"""Patch that ends a job which uses torchcomms, since torchcomms would ignore the networks that holmes plans.
 
-torchcomms is a library that torch.distributed can use in place of its own backends, if the environment
-variable TORCH_DISTRIBUTED_USE_TORCHCOMMS is 1. torch then converts the options of a group to hints. holmes
-sets the network of a group as the option `net_name`, which becomes the hint "net_name". The NCCL of
-torchcomms reads the hint "netName", so it would ignore the network without a message.
+torchcomms is a library of communication backends. torch.distributed uses them instead of its own backends if
+the library is installed and switched on. The switch is the environment variable
+TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 or the setting torch.distributed.config.use_torchcomms.
+
+holmes selects the network of an NCCL process group by the option `net_name`. torch passes the options of a
+group to torchcomms as hints with the same names. But the NCCL backend of torchcomms reads the hint "netName".
+It ignores "net_name" without a warning, and chooses the network itself.
 """
 
 from __future__ import annotations
@@ -16,26 +19,28 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS
 from holmes_ext.runtime.start.refusal import told_once
 
-_VARIABLE = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+_ENABLING_VARIABLE = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 
 
 @with_session
 @by_name
 def _refuse_torchcomms(current, call, instance):
-    """Return False: torchcomms is not used. If it would be used, the job ends with a message.
+    """Return False if torch uses its own backends, and end the job if torch would use torchcomms.
 
     Wrapper of torch's _use_torchcomms_enabled, which `call()` runs. torch calls it before it makes a process
-    group. It returns whether torchcomms is switched on and installed.
+    group. It returns whether torchcomms is both switched on and installed.
 
     Raises:
-        HolmesError: torchcomms would be used.
+        HolmesError: torch would use torchcomms.
     """
-    if not call():
+    uses_torchcomms = call()
+    if not uses_torchcomms:
         return False
-    if os.environ.get(_VARIABLE):
-        switch = f"{_VARIABLE}={os.environ[_VARIABLE]}"
+    if os.environ.get(_ENABLING_VARIABLE):
+        switch = f"{_ENABLING_VARIABLE}={os.environ[_ENABLING_VARIABLE]}"
     else:
         switch = "torch.distributed.config.use_torchcomms"
+    # Every rank raises this error. told_once() lets one of them print the message.
     raise told_once(
         HolmesError(
             f"{switch}: torchcomms ignores the network that holmes gives to each group; unset it, or run "

@@ -110,14 +110,14 @@ def broken(what: str, error: str) -> str:
 def describe_nccl_failure() -> str | None:
     """Return a one-line message if NCCL has failed in a process group of this rank, else None.
 
-    The message names the other members of the group, one of which may be lost. After a failure of NCCL,
-    torch's watchdog ends the process without an exception in Python, so this message is the only one.
+    The message names NCCL's error and the other members of the group, one of which may be lost. torch aborts
+    the process after a failure of NCCL, without a Python exception, so no traceback names the group.
     """
     current = session.active()  # the state of holmes in this process
     failures = nccl_failures()
     if current is None or not failures:
         return None
-    # The error of the smallest group is reported: few of its ranks can be the lost ones.
+    # A lost rank may make several groups fail. The smallest one has the fewest candidates for it.
     ranks, error = min(failures, key=lambda failure: len(failure.ranks))
     others = [rank for rank in ranks if rank != current.rank]
     distinct_nodes = dict.fromkeys(current.plan.node_of(rank) for rank in others)

@@ -1,13 +1,17 @@
-"""Says where torch's flight recorder writes its dumps, and which command reads them.
+"""Tells the user where torch's flight recorder dumps a rank's last operations, and how to read the dumps.
 
-The flight recorder keeps the last operations of each rank. When NCCL fails or times out, each rank writes
-them to a file of its node, a dump. Two parts of torch write dumps:
+The flight recorder is a buffer in every rank with the rank's last collectives and messages. When NCCL fails
+or times out, torch dumps the buffer to a file on the rank's node. Which part of torch does so depends on the
+backend of a process group:
 
-    ProcessGroupNCCL     the backend "nccl" until torch 2.14, and "nccl-legacy": in a thread that monitors it
-    FlightRecorderHook   other backends with abort hooks since torch 2.15, such as "nccl" of torch 2.15
+    "nccl" of torch 2.13 and 2.14, and "nccl-legacy"
+        The C++ class ProcessGroupNCCL writes the dump. Its monitoring thread starts this.
+    "nccl" of torch 2.15, and other backends that support abort hooks
+        torch registers a FlightRecorderHook with the backend. The backend calls its abort hooks when a
+        collective fails or times out, and this hook writes the dump.
 
-The names and defaults of the environment variables are those of torch 2.13 and newer. For older versions of
-torch nothing is said.
+Environment variables of torch switch the dumps off and set their path. The names and defaults in this module
+are those of torch 2.13 and newer. For older releases no message is made.
 """
 
 from __future__ import annotations
@@ -22,71 +26,97 @@ from packaging.version import Version
 from holmes_ext.runtime.watch.nccl_errors import cuda_backends
 
 _OLDEST_TORCH = Version("2.13")
-#: torch's values of a variable that is a switch, for "off".
+#: Values, in lower case, with which an environment variable of torch switches a feature off.
 _OFF = ("0", "n", "no", "f", "false")
-# Each tuple has the names of one setting. torch uses the first one that is set.
-_BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # operations; 0: off
-_DUMP_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # path, without the rank
-_IS_DUMPED_BY_HOOK = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-_IS_DUMPED_BY_NCCL = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
-_IS_NCCL_MONITORED = ("TORCH_NCCL_ENABLE_MONITORING",)
+
+# Each tuple lists the environment variables of one setting. torch renamed some variables from TORCH_NCCL_* to
+# TORCH_FR_* and still reads the old names. The new name comes first and takes precedence if both are set.
+_BUFFER_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # operations; 0: off
+#: Path of a dump. torch appends the rank.
+_PATH_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+#: Switch for the dumps of FlightRecorderHook.
+_HOOK_DUMP_VARIABLES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+#: Switches for the dumps of ProcessGroupNCCL and for the thread that starts them. They have no newer names.
+_LEGACY_DUMP_VARIABLES = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+_LEGACY_MONITORING_VARIABLES = ("TORCH_NCCL_ENABLE_MONITORING",)
 
 
 def dump_hint(rank: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return a message with the dump file of this rank and the command that reads the dumps of all ranks.
+    """Return a message that names this rank's dump file and the command that reads the dumps of all ranks.
 
-    "" is returned if this rank writes no dump: the flight recorder is off, or no process group uses NCCL.
+    An empty string is returned if torch writes no dump on this rank, for example because the flight recorder
+    is switched off or no process group uses NCCL.
 
     Args:
-        rank: This rank, as torch numbers it.
+        rank: The global rank of this process.
+        environ: The environment variables of this process.
     """
     import torch
     import torch.distributed as dist
 
-    is_known_torch = Version(torch.__version__) >= _OLDEST_TORCH
-    if not is_known_torch or not dist.is_nccl_available():
+    is_supported_torch = Version(torch.__version__) >= _OLDEST_TORCH
+    if not is_supported_torch or not dist.is_nccl_available():
         return ""
-    is_recording = _setting(environ, _BUFFER_SIZE, default="2000") != "0"
-    writes_dump = any(_writes_dump(group, backend, environ) for group, backend in cuda_backends())
-    if not is_recording or not writes_dump:
+    buffer_size = _first_value(environ, _BUFFER_SIZE_VARIABLES, default="2000")
+    if buffer_size == "0":  # the flight recorder is off
         return ""
-    prefix = Path(_setting(environ, _DUMP_FILE, default=_default_prefix(environ)))
+    if not any(_dumps_on_failure(group, backend, environ) for group, backend in cuda_backends()):
+        return ""
+    path_without_rank = Path(_first_value(environ, _PATH_VARIABLES, default=_default_path(environ)))
     return (
-        f"when NCCL fails or times out, torch writes the last operations of rank {rank} to {prefix}{rank}; "
-        "copy these files of all ranks to a folder, and read them with: "
-        f"torchfrtrace --allow-incomplete-ranks --prefix {prefix.name} FOLDER"
+        f"when NCCL fails or times out, torch writes the last operations of rank {rank} to "
+        f"{path_without_rank}{rank}; copy these files of all ranks to a folder, and read them with: "
+        f"torchfrtrace --allow-incomplete-ranks --prefix {path_without_rank.name} FOLDER"
     )
 
 
-def _writes_dump(group: Any, backend: Any, environ: Mapping[str, str]) -> bool:
-    """Return whether torch writes a dump when NCCL fails in a process group.
+def _dumps_on_failure(group: Any, backend: Any, environ: Mapping[str, str]) -> bool:
+    """Return whether torch dumps the flight recorder's buffer when a process group fails or times out.
 
     Args:
-        backend: The backend of the group for tensors on GPUs.
+        group: The process group.
+        backend: The group's backend for CUDA tensors.
+        environ: The environment variables of this process.
     """
     import torch.distributed as dist
 
     if isinstance(backend, dist.ProcessGroupNCCL):
-        return _is_on(environ, _IS_DUMPED_BY_NCCL) and _is_on(environ, _IS_NCCL_MONITORED)
-    hooks = getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", {})  # since torch 2.15
-    # torch attaches its hook to a backend without abort hooks, too. The hook then only records.
-    return group in hooks and backend.supports_abort_hooks and _is_on(environ, _IS_DUMPED_BY_HOOK)
+        is_dump_enabled = _is_enabled(environ, _LEGACY_DUMP_VARIABLES)
+        is_monitored = _is_enabled(environ, _LEGACY_MONITORING_VARIABLES)
+        return is_dump_enabled and is_monitored
+
+    # Groups with a FlightRecorderHook. torch has this dict since release 2.15.
+    hook_by_group = getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", {})
+    if group not in hook_by_group:
+        return False
+    # torch also registers a FlightRecorderHook with backends that have no abort hooks. It then fills the
+    # buffer, but nothing calls it when a collective fails, so it never writes a dump.
+    return backend.supports_abort_hooks and _is_enabled(environ, _HOOK_DUMP_VARIABLES)
 
 
-def _default_prefix(environ: Mapping[str, str]) -> str:
-    """Return the path of dumps, without the rank, that torch uses if no variable names one."""
+def _default_path(environ: Mapping[str, str]) -> str:
+    """Return torch's default path of a dump, to which torch appends the rank.
+
+    The file is in the user's cache folder: $XDG_CACHE_HOME, or $HOME/.cache if that variable is not set.
+    """
     home_cache = f"{environ.get('HOME', '/tmp')}/.cache"
-    return f"{environ.get('XDG_CACHE_HOME', home_cache)}/torch/comm_lib_trace_rank_"
+    cache = environ.get("XDG_CACHE_HOME", home_cache)
+    return f"{cache}/torch/comm_lib_trace_rank_"
 
 
-def _is_on(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    """Return whether a switch of torch is on. All switches of this module are on by default."""
-    return _setting(environ, names, default="1").lower() not in _OFF
+def _is_enabled(environ: Mapping[str, str], variables: tuple[str, ...]) -> bool:
+    """Return whether a switch of torch is on. It is on by default.
+
+    Args:
+        environ: The environment variables of this process.
+        variables: Names of the switch. The first name that is set in `environ` decides.
+    """
+    return _first_value(environ, variables, default="1").lower() not in _OFF
 
 
-def _setting(environ: Mapping[str, str], names: tuple[str, ...], default: str) -> str:
-    """Return the value of the first environment variable that is set, or `default` if none is."""
-    for name in names:
+def _first_value(environ: Mapping[str, str], variables: tuple[str, ...], default: str) -> str:
+    """Return the value of the first of the `variables` that is set and not empty, else `default`."""
+    for name in variables:
         if environ.get(name):
             return environ[name]
     return default

@@ -1,15 +1,17 @@
-"""Finds the process groups of this rank whose NCCL communicator has failed.
+"""Detects process groups of this rank whose NCCL communicator has failed.
 
-torch shows a failure in two ways:
+There are two sources:
 
-    get_error()   The state of a group's backend (since torch 2.7). holmes reads it once a second.
-    abort hook    A function that torch calls in the thread that finds the failure, before torch aborts the
-                  process (since torch 2.14, if the group's backend is "nccl2" or "nccl-lazy"; "nccl" means
-                  "nccl2" since torch 2.15). Without the hook, the process could end before holmes looks.
+    polling       nccl_failures() reads the state of each group's backend by torch's method get_error()
+                  (torch 2.7 and newer). The thread of nic_watch.py calls it once a second.
+    abort hooks   torch calls an abort hook, a Python function, in the thread that detects the failure, and
+                  aborts the process when the function returns. Without such a hook, torch could abort the
+                  process between two polls, and holmes would report nothing. Abort hooks exist since
+                  torch 2.14, for the backends "nccl2" and "nccl-lazy". Since torch 2.15 "nccl" is "nccl2".
 
-A program may abort a group by itself, for example to make its groups anew. The group then has the same state
-as after a failure, but no rank is lost. So the patches of the abort methods note such groups here
-(patches/torch/failures.py), and they are not reported.
+Not every error is a failure. A program may abort a process group itself, for example to replace it by a new
+group. get_error() then returns the same error as for a lost rank. So patches/torch/failures.py wraps torch's
+abort methods and calls mark_aborted_by_program(). Marked groups are not reported.
 """
 
 from __future__ import annotations
@@ -22,40 +24,42 @@ from typing import Any, NamedTuple
 
 from holmes_ext.runtime.groups.backend import group_ranks
 
-#: Number under which torch keeps holmes's hook in each backend. torch's own hooks have other numbers.
+#: ID under which holmes registers its abort hook with each backend ("HOLM" in ASCII). It must differ from the
+#: IDs of torch's abort hooks.
 _HOOK_ID = 0x484F4C4D
-#: Longest wait, at the end of the process, for a hook that is running, in seconds.
-_RUNNING_HOOK_S = 15.0
+#: Longest time that the exit of the process waits for a running abort hook, in seconds.
+_HOOK_EXIT_WAIT_S = 15.0
 
 
 class NcclFailure(NamedTuple):
     """Process group whose NCCL communicator has failed."""
 
-    ranks: list[int]  # the members of the group
+    ranks: list[int]  # global ranks of the group's members
     error: str  # torch's name of the error: "COMM_ERROR", "REMOTE_ERROR" or "TIMEOUT"
 
 
-class _Hook:
-    """What torch's abort hooks call in this process."""
+class _HookState:
+    """State that all abort hooks of this process share."""
 
-    report: Callable[[], None] | None = None  # None: failures are not reported by the hooks
-    running = threading.Lock()  # held while a thread of torch runs a hook
-    is_unregistered_at_exit = False
+    on_failure: Callable[[], None] | None = None  # called by the abort hooks; None: they do nothing
+    running = threading.Lock()  # held while a thread of torch runs an abort hook
+    has_exit_handler = False  # whether atexit calls _unregister_abort_hooks()
 
 
-#: Process groups that the program has aborted by itself.
-_aborted: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Process groups that the program has aborted itself.
+_aborted_by_program: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def nccl_failures() -> list[NcclFailure]:
-    """Return the process groups whose NCCL communicator has failed.
+    """Return the process groups of this rank whose NCCL communicator has failed.
 
-    Groups that the program has aborted by itself are left out. Before torch 2.7 no failure is found.
+    Groups that the program has aborted itself are left out. The list is empty before torch 2.7, whose
+    backends have no get_error().
     """
     failures = []
     for group, backend in cuda_backends():
         get_error = getattr(backend, "get_error", None)
-        if get_error is None or group in _aborted:
+        if get_error is None or group in _aborted_by_program:
             continue
         error = get_error().name
         if error != "SUCCESS":
@@ -63,27 +67,34 @@ def nccl_failures() -> list[NcclFailure]:
     return failures
 
 
-def note_abort(group: Any) -> None:
-    """Note that the program aborts a process group by itself, so that it is not reported as a failure."""
-    _aborted.add(group)
+def mark_aborted_by_program(group: Any) -> None:
+    """Exclude a process group from nccl_failures(), because the program aborts the group itself."""
+    _aborted_by_program.add(group)
 
 
-def note_abort_of_backend(backend: Any) -> None:
-    """Note that the program aborts the backend of a process group by itself (see note_abort)."""
+def mark_backend_aborted_by_program(backend: Any) -> None:
+    """Exclude the process group of a backend from nccl_failures(), because the program aborts the backend.
+
+    Args:
+        backend: A backend object of torch. Backends for CPU tensors are ignored.
+    """
     for group, cuda_backend in cuda_backends():
         if cuda_backend is backend:
-            note_abort(group)
+            mark_aborted_by_program(group)
 
 
-def note_reconfiguration(group: Any) -> None:
-    """Note that a process group has a new communicator, so that failures of it are reported again."""
-    _aborted.discard(group)
+def unmark_aborted_by_program(group: Any) -> None:
+    """Include a process group in nccl_failures() again, because it has a new communicator."""
+    _aborted_by_program.discard(group)
 
 
 def register_abort_hook(group: Any) -> None:
-    """Let torch call holmes when NCCL fails in a process group, before torch aborts the process.
+    """Register holmes's abort hook with a process group's backend for CUDA tensors.
 
-    Nothing is done if the backend of the group has no abort hooks.
+    When NCCL fails in the group, torch calls the hook before it aborts the process. The hook calls the
+    function that set_failure_callback() has set.
+
+    Groups whose backend has no abort hooks, and groups without a backend for CUDA tensors, stay as they are.
     """
     import torch
 
@@ -95,61 +106,65 @@ def register_abort_hook(group: Any) -> None:
     if register is None:  # torch before 2.14
         return
     try:
-        register(_HOOK_ID, _on_failure)
-    except RuntimeError:  # a backend without abort hooks, such as "nccl-legacy"
+        register(_HOOK_ID, _run_abort_hook)
+    except RuntimeError:  # the method exists, but this backend has no abort hooks, e.g. "nccl-legacy"
         return
-    if not _Hook.is_unregistered_at_exit:
-        _Hook.is_unregistered_at_exit = True
+    if not _HookState.has_exit_handler:
+        _HookState.has_exit_handler = True
         atexit.register(_unregister_abort_hooks)
 
 
-def report_failures_with(report: Callable[[], None] | None) -> None:
-    """Set the function that torch's abort hooks call when NCCL fails.
+def set_failure_callback(on_failure: Callable[[], None] | None) -> None:
+    """Set the function that the abort hooks call when NCCL fails.
 
-    The function runs in a thread of torch, which aborts the process when the function returns. Several
-    threads may call it at the same time, and it may be called several times for a failure.
+    The function runs in a thread of torch, which aborts the process after the function has returned. Several
+    threads may call it, one after another, because of the same failure.
 
     Args:
-        report: None if failures shall not be reported any more.
+        on_failure: The function. None stops the reports: the abort hooks then do nothing.
     """
-    _Hook.report = report
+    _HookState.on_failure = on_failure
 
 
-def _on_failure() -> None:
-    """Report a failure of NCCL. torch calls this function as an abort hook."""
-    with _Hook.running:
-        report = _Hook.report
-        if report is not None:
-            report()
+def _run_abort_hook() -> None:
+    """Call the function that set_failure_callback() has set. This is holmes's abort hook, called by torch."""
+    with _HookState.running:
+        on_failure = _HookState.on_failure
+        if on_failure is not None:
+            on_failure()
 
 
 def _unregister_abort_hooks() -> None:
-    """Remove holmes's hooks from torch at the end of the process.
+    """Remove holmes's abort hooks from all backends, and wait until no hook is running.
 
-    A thread of torch that calls Python while the interpreter ends would abort the process, or never return.
+    This runs when the process exits. If a thread of torch called Python while the interpreter shuts down, the
+    process would abort, or the thread would hang.
     """
     for _group, backend in cuda_backends():
         unregister = getattr(backend, "unregister_abort_hook", None)
-        if unregister is None:
+        if unregister is None:  # torch before 2.14
             continue
         try:
             unregister(_HOOK_ID)
-        except RuntimeError:  # a backend without abort hooks
+        except RuntimeError:  # the method exists, but this backend has no abort hooks
             continue
-    _Hook.report = None
-    if _Hook.running.acquire(timeout=_RUNNING_HOOK_S):  # no hook runs now
-        _Hook.running.release()
+    _HookState.on_failure = None
+
+    # A running hook holds the lock until its message is printed.
+    has_lock = _HookState.running.acquire(timeout=_HOOK_EXIT_WAIT_S)
+    if has_lock:
+        _HookState.running.release()
 
 
 def cuda_backends() -> Iterator[tuple[Any, Any]]:
-    """Yield each process group of this rank that has a backend for tensors on GPUs, and this backend."""
+    """Yield (process group, backend) for each group of this rank that has a backend for CUDA tensors."""
     import torch
     import torch.distributed as dist
 
     cuda = torch.device("cuda")
     if not dist.is_initialized():
         return
-    # A copied list: the program may make groups in another thread.
+    # The list is a copy, since another thread of the program may add groups during the iteration.
     for group in list(dist.distributed_c10d._world.pg_map):
         if cuda in getattr(group, "_device_types", ()):
             yield group, group._get_backend(cuda)

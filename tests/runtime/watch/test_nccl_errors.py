@@ -1,6 +1,6 @@
-"""Tests which failures of NCCL holmes reports, and that it reports them before torch ends the process.
+"""Tests which failures of NCCL holmes reports, and that it reports them before torch aborts the process.
 
-Stand-ins for torch's process groups are used, since the tests run without NCCL.
+The tests run without NCCL: stand-ins replace torch's process groups and their backends.
 """
 
 import threading
@@ -19,47 +19,50 @@ c10d = dist.distributed_c10d
 
 
 class BackendWithoutHooks:
-    """Stand-in for torch's first NCCL backend, ProcessGroupNCCL."""
+    """Stand-in for ProcessGroupNCCL of torch 2.13, which has no method register_abort_hook()."""
 
     def __init__(self):
-        self.state = "SUCCESS"
+        self.error = "SUCCESS"
 
     def get_error(self):
-        return SimpleNamespace(name=self.state)
+        return SimpleNamespace(name=self.error)
 
     def abort(self):
-        self.state = "COMM_ERROR"
+        self.error = "COMM_ERROR"
 
 
 class BackendWithHooks(BackendWithoutHooks):
-    """Stand-in for ProcessGroupNCCL2, which is "nccl" since torch 2.15."""
+    """Stand-in for ProcessGroupNCCL2, the backend "nccl" of torch 2.15."""
 
     def __init__(self):
         super().__init__()
         self.hooks = {}
 
-    def register_abort_hook(self, number, hook):
-        self.hooks[number] = hook
+    def register_abort_hook(self, hook_id, hook):
+        self.hooks[hook_id] = hook
 
-    def unregister_abort_hook(self, number):
-        self.hooks.pop(number, None)
+    def unregister_abort_hook(self, hook_id):
+        self.hooks.pop(hook_id, None)
 
     def lose_a_rank(self):
-        """Do what torch's watchdog does when NCCL reports an error, except for the end of the process."""
-        self.state = "COMM_ERROR"
+        """Set the error and run the abort hooks, as torch's watchdog thread does when a rank is lost.
+
+        Unlike torch, this does not abort the process afterwards.
+        """
+        self.error = "COMM_ERROR"
         for hook in list(self.hooks.values()):
             hook()
 
 
 class BackendThatRefusesHooks(BackendWithoutHooks):
-    """Stand-in for torch's first NCCL backend in torch 2.15."""
+    """Stand-in for ProcessGroupNCCL of torch 2.15, whose register_abort_hook() raises a RuntimeError."""
 
-    def register_abort_hook(self, number, hook):
+    def register_abort_hook(self, hook_id, hook):
         raise RuntimeError("Backend nccl does not support registerAbortHook")
 
 
 class Group:
-    """Stand-in for a process group with one backend, for tensors on GPUs."""
+    """Stand-in for a process group that has one backend, for CUDA tensors."""
 
     _device_types = (torch.device("cuda"),)
 
@@ -76,15 +79,15 @@ class Group:
 
 @pytest.fixture
 def make_group(monkeypatch):
-    """Return a function that makes a group of two or more ranks, which torch then knows."""
-    groups = {}  # as torch's list of groups: group -> its backend's name and store
+    """Return a function that makes a stand-in for a process group and adds it to torch's list of groups."""
+    pg_map = {}  # torch's list of groups: group -> (name of its backend, store)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=groups))
+    monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=pg_map))
     monkeypatch.setattr(nccl_errors, "group_ranks", lambda group: group.ranks)
 
     def make(backend, ranks=(0, 1)):
         group = Group(backend, list(ranks))
-        groups[group] = ("nccl", None)
+        pg_map[group] = ("nccl", None)
         return group
 
     return make
@@ -92,20 +95,23 @@ def make_group(monkeypatch):
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Watch over NCCL on rank 1, whose thread does not run: a failure is only seen through torch's hook."""
+    """Start a NicWatch on rank 1 of a job of two ranks, but without its thread.
+
+    So a failure is only reported by an abort hook, or if the test calls watch.poll().
+    """
     plan = SimpleNamespace(world_size=2, node_of=lambda rank: f"b{rank}")
     current = SimpleNamespace(rank=1, node=SimpleNamespace(name="b1"), plan=plan, groups=[])
     monkeypatch.setattr(session, "_active", current)
-    monkeypatch.setattr(failure, "_first", lambda mine: mine)  # no other rank has failed before
-    monkeypatch.setattr(nics, "in_use", lambda current: [])
+    monkeypatch.setattr(failure, "_first", lambda mine: mine)  # no other rank has reported a failure before
+    monkeypatch.setattr(nics, "in_use", lambda current: [])  # there are no NICs to poll
     watch = nic_watch.NicWatch(patience_s=0.0)
-    monkeypatch.setattr(watch, "run", lambda: None)
+    monkeypatch.setattr(watch, "run", lambda: None)  # the thread ends at once
     watch.start()
     yield watch
     watch.stop()
 
 
-def test_a_failure_is_reported_before_torch_ends_the_process(make_group, watch, capfd):
+def test_an_abort_hook_reports_a_failure_without_a_poll(make_group, watch, capfd):
     group = make_group(BackendWithHooks())
     nccl_errors.register_abort_hook(group)
     group.backend.lose_a_rank()
@@ -113,17 +119,19 @@ def test_a_failure_is_reported_before_torch_ends_the_process(make_group, watch, 
     assert capfd.readouterr().err.startswith(line)
 
 
-def test_a_failure_is_reported_once(make_group, watch, capfd):
-    """torch runs the hook again when another thread finds the same failure, and for each group."""
-    for group in (make_group(BackendWithHooks()), make_group(BackendWithHooks())):
+def test_only_the_first_failure_is_reported(make_group, watch, capfd):
+    """torch may run the abort hook of a group several times, and runs the hooks of several groups."""
+    first = make_group(BackendWithHooks())
+    second = make_group(BackendWithHooks())
+    for group in (first, second):
         nccl_errors.register_abort_hook(group)
         group.backend.lose_a_rank()
         group.backend.lose_a_rank()
-    watch.look(now=0.0)
+    watch.poll(now=0.0)
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_nothing_is_reported_after_the_end_of_the_watch(make_group, watch, capfd):
+def test_an_abort_hook_reports_nothing_after_the_watch_is_stopped(make_group, watch, capfd):
     group = make_group(BackendWithHooks())
     nccl_errors.register_abort_hook(group)
     watch.stop()
@@ -131,89 +139,94 @@ def test_nothing_is_reported_after_the_end_of_the_watch(make_group, watch, capfd
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("backend", [BackendWithoutHooks, BackendThatRefusesHooks])
-def test_a_backend_without_hooks_is_asked_for_its_state(make_group, watch, capfd, backend):
-    group = make_group(backend())
-    nccl_errors.register_abort_hook(group)
-    group.backend.state = "TIMEOUT"
+@pytest.mark.parametrize("backend_class", [BackendWithoutHooks, BackendThatRefusesHooks])
+def test_a_failure_of_a_backend_without_hooks_is_reported_by_a_poll(make_group, watch, capfd, backend_class):
+    group = make_group(backend_class())
+    nccl_errors.register_abort_hook(group)  # raises no error
+    group.backend.error = "TIMEOUT"
     assert capfd.readouterr().err == ""
-    watch.look(now=0.0)
+    watch.poll(now=0.0)
     assert "the timeout has passed" in capfd.readouterr().err
 
 
-def test_hooks_are_removed_at_the_end_of_the_process(make_group):
-    """A thread of torch that called Python while the interpreter ends would abort the process."""
+def test_hooks_are_removed_when_the_process_exits(make_group):
+    """A thread of torch that called Python while the interpreter shuts down would abort the process."""
     group = make_group(BackendWithHooks())
-    make_group(BackendWithoutHooks())
+    make_group(BackendWithoutHooks())  # has nothing to remove, and causes no error
     nccl_errors.register_abort_hook(group)
-    nccl_errors._unregister_abort_hooks()
+    nccl_errors._unregister_abort_hooks()  # atexit calls this function
     assert group.backend.hooks == {}
 
 
-def test_the_end_of_the_process_waits_for_a_running_hook(make_group):
-    """The interpreter must not end before the line about the failure is printed."""
+def test_the_exit_of_the_process_waits_for_a_running_hook(make_group):
+    """Otherwise the interpreter could shut down before the hook has printed its message."""
     group = make_group(BackendWithHooks())
     nccl_errors.register_abort_hook(group)
     events = []
-    has_begun = threading.Event()
+    is_hook_running = threading.Event()
 
-    def report():
-        has_begun.set()
+    def report_slowly():
+        is_hook_running.set()
         time.sleep(0.2)
         events.append("reported")
 
-    nccl_errors.report_failures_with(report)
-    thread_of_torch = threading.Thread(target=group.backend.lose_a_rank)
-    thread_of_torch.start()
-    has_begun.wait()
-    nccl_errors._unregister_abort_hooks()
-    events.append("interpreter ends")
-    thread_of_torch.join()
-    assert events == ["reported", "interpreter ends"]
+    nccl_errors.set_failure_callback(report_slowly)
+    watchdog_thread = threading.Thread(target=group.backend.lose_a_rank)
+    watchdog_thread.start()
+    is_hook_running.wait()
+    nccl_errors._unregister_abort_hooks()  # atexit calls this function
+    events.append("interpreter shuts down")
+    watchdog_thread.join()
+    assert events == ["reported", "interpreter shuts down"]
 
 
-@pytest.mark.parametrize("abort", ["of the group", "of its backend"])
-def test_a_group_that_the_program_aborts_is_not_reported(make_group, watch, capfd, abort):
+@pytest.mark.parametrize("is_backend_marked", [False, True])
+def test_a_group_that_the_program_aborts_is_not_reported(make_group, watch, capfd, is_backend_marked):
+    """A program may abort a group, or only the group's backend."""
     aborted = make_group(BackendWithHooks())
-    if abort == "of the group":
-        nccl_errors.note_abort(aborted)
+    if is_backend_marked:
+        nccl_errors.mark_backend_aborted_by_program(aborted.backend)
     else:
-        nccl_errors.note_abort_of_backend(aborted.backend)
+        nccl_errors.mark_aborted_by_program(aborted)
     aborted.backend.abort()
-    watch.look(now=0.0)
+    watch.poll(now=0.0)
     assert capfd.readouterr().err == ""
 
-    # A group that loses a rank later is reported.
+    # A group that loses a rank later is still reported.
     lost = make_group(BackendWithHooks(), ranks=(0, 1, 2))
-    lost.backend.state = "COMM_ERROR"
-    watch.look(now=1.0)
+    lost.backend.error = "COMM_ERROR"
+    watch.poll(now=1.0)
     assert "in the group of ranks 0, 1, 2" in capfd.readouterr().err
 
 
-def test_a_group_with_a_new_communicator_is_reported_again(make_group, watch, capfd):
+def test_an_aborted_group_with_a_new_communicator_is_reported_again(make_group, watch, capfd):
     group = make_group(BackendWithHooks())
-    nccl_errors.note_abort(group)
-    nccl_errors.note_reconfiguration(group)
-    group.backend.state = "COMM_ERROR"
-    watch.look(now=0.0)
+    nccl_errors.mark_aborted_by_program(group)
+    nccl_errors.unmark_aborted_by_program(group)  # the patch of torch's _reconfigure calls this
+    group.backend.error = "COMM_ERROR"
+    watch.poll(now=0.0)
     assert "is lost" in capfd.readouterr().err
 
 
 @pytest.fixture
-def patched():
-    """Apply holmes's patches of torch's abort methods, and of the function that registers a new group."""
-    patches = Registry(all_patches())
-    patches.enable(["nccl-failures"], required=True)
+def failure_patches():
+    """Apply the patches of patches/torch/failures.py to torch during a test.
+
+    They wrap torch's abort methods and the function that registers a new process group.
+    """
+    registry = Registry(all_patches())
+    registry.enable(["nccl-failures"], required=True)
     yield
-    patches.undo()
+    registry.undo()
 
 
-def test_torch_tells_holmes_when_the_program_aborts_a_group(monkeypatch, patched):
-    """Both ways to abort are seen, and torch's own methods are still called."""
+def test_torchs_abort_methods_mark_the_group(monkeypatch, failure_patches):
+    """A gloo group is used, since the patches apply to the base classes of all groups and backends."""
     monkeypatch.setattr(session, "_active", None)
-    aborted_groups, aborted_backends = [], []
-    monkeypatch.setattr(nccl_errors, "note_abort", aborted_groups.append)
-    monkeypatch.setattr(nccl_errors, "note_abort_of_backend", aborted_backends.append)
+    marked_groups = []
+    marked_backends = []
+    monkeypatch.setattr(nccl_errors, "mark_aborted_by_program", marked_groups.append)
+    monkeypatch.setattr(nccl_errors, "mark_backend_aborted_by_program", marked_backends.append)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD
@@ -222,25 +235,29 @@ def test_torch_tells_holmes_when_the_program_aborts_a_group(monkeypatch, patched
         group.abort()
     finally:
         dist.destroy_process_group()
-    assert aborted_groups == [group] and aborted_backends == [backend]
+    assert marked_groups == [group] and marked_backends == [backend]
 
 
-def test_torch_tells_holmes_of_each_new_group(monkeypatch, patched):
+def test_the_abort_hook_is_registered_with_each_new_group(monkeypatch, failure_patches):
     monkeypatch.setattr(session, "_active", SimpleNamespace())
-    new_groups = []
-    monkeypatch.setattr(nccl_errors, "register_abort_hook", new_groups.append)
+    groups_with_hook = []
+    monkeypatch.setattr(nccl_errors, "register_abort_hook", groups_with_hook.append)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        groups = [dist.group.WORLD, dist.new_group([0])]
+        new_groups = [dist.group.WORLD, dist.new_group([0])]
     finally:
         dist.destroy_process_group()
-    assert new_groups == groups
+    assert groups_with_hook == new_groups
 
 
-def test_a_group_of_another_library_can_be_aborted(patched):
-    """Its class is written in Python and inherits `abort`: torch's C++ code must not call holmes's again."""
+def test_a_python_subclass_of_process_group_can_be_aborted(failure_patches):
+    """Aborting it does not recurse without end.
 
-    class GroupOfALibrary(dist.ProcessGroup):
+    torch's C++ method abort() calls the Python method of the same name, if the object's class is a Python
+    class. Here this method is the patched abort(), which calls the C++ method.
+    """
+
+    class PythonGroup(dist.ProcessGroup):
         pass
 
-    GroupOfALibrary(0, 1).abort()
+    PythonGroup(0, 1).abort()

@@ -56,12 +56,12 @@ class Watched(nic_watch.NicWatch):
 
 def test_a_link_that_stays_away_ends_the_job_and_is_named(current):
     watch = Watched(20)
-    watch.look(0)
+    watch.poll(0)
     watch.problem = "has no link"
     for second in range(1, 21):
-        watch.look(second)
+        watch.poll(second)
     assert len(watch.lines) == 1 and "has no link; the job ends in 20 s" in watch.lines[0]
-    watch.look(21)
+    watch.poll(21)
     assert watch.lines[1] == (
         "rank 1 on node b1: NIC lo (mlx5_0:1) of node b1 (fabric roce, 127.3.0.2) has no link for 20 s, and "
         "groups of this rank need it; the job ends here"
@@ -71,12 +71,12 @@ def test_a_link_that_stays_away_ends_the_job_and_is_named(current):
 
 def test_a_link_that_comes_back_costs_a_line(current):
     watch = Watched(20)
-    watch.look(0)
+    watch.poll(0)
     watch.problem = "has no link"
-    watch.look(1)
+    watch.poll(1)
     watch.problem = ""
-    watch.look(9)
-    watch.look(60)
+    watch.poll(9)
+    watch.poll(60)
     assert (
         len(watch.lines) == 2
         and watch.lines[1] == "NIC lo (mlx5_0:1) of node b1 is back after 8 s"
@@ -87,25 +87,25 @@ def test_a_link_that_comes_back_costs_a_line(current):
 def test_what_was_so_from_the_start_and_what_no_group_needs_end_nothing(current):
     watch = Watched(5)
     watch.problem = "is gone"
-    watch.look(0)
-    watch.look(100)
+    watch.poll(0)
+    watch.poll(100)
     assert watch.lines == []
     current.groups[:] = [GroupRecord("world", (0, 1), "gloo",
                                      Transport(ETHERNET, "ethernet", "lo", "Socket"))]
     watch = Watched(5)
-    watch.look(0)
+    watch.poll(0)
     watch.problem = "has no link"
-    watch.look(1)
-    watch.look(100)
+    watch.poll(1)
+    watch.poll(100)
     assert watch.lines == [] and not watch.ended.is_set()
 
 
 def test_without_patience_the_job_goes_on(current):
     watch = Watched(0)
-    watch.look(0)
+    watch.poll(0)
     watch.problem = "has no link"
-    watch.look(1)
-    watch.look(1000)
+    watch.poll(1)
+    watch.poll(1000)
     assert len(watch.lines) == 1 and "the job ends" not in watch.lines[0]
 
 
@@ -205,25 +205,29 @@ def test_where_another_rank_refused_bad_input_only_that_is_told(current, monkeyp
             and line.endswith("; first seen as: " "rank 0 on node a0: " "ValueError: no"))
 
 
-def test_a_failure_of_nccl_is_told_once_and_names_who_is_lost(current, monkeypatch, capfd):
-    # The NICs of both nodes work.
+def test_a_failure_of_nccl_is_printed_once_and_names_the_lost_node(current, monkeypatch, capfd):
+    # The NICs of both nodes work, so the message names no NIC.
     monkeypatch.setattr(nics, "trouble", lambda port: "")
     monkeypatch.setattr(nics, "answers_at", lambda source, target: True)
-    # NCCL's errors: ranks of the group, error of its communicator. This process is rank 1.
-    errors = [NcclFailure([0, 1, 2], "REMOTE_ERROR"), NcclFailure([0, 1], "COMM_ERROR")]
-    monkeypatch.setattr(failure, "nccl_failures", lambda: errors)
-    # The thread that watches the NICs and NCCL. Patience 0: a NIC in trouble does not end the job.
-    watch = nic_watch.NicWatch(0.0, trouble=nics.trouble)
-    for now in range(3):  # seconds
-        watch.look(float(now))
-    (line,) = capfd.readouterr().err.splitlines()  # one line after three looks
-    # The smaller group tells more exactly which rank is lost.
-    assert line.startswith("holmes: rank 1 on node b1: communication failed; node b0 (rank 0) is lost: "
-                           "NCCL's COMM_ERROR in the group of ranks 0, 1"), line
-    # Two other answers of NCCL: a timeout, and no error.
-    errors[:] = [NcclFailure([0, 1], "TIMEOUT")]
+    # NCCL has failed in two groups of this process, which is rank 1.
+    failures = [NcclFailure([0, 1, 2], "REMOTE_ERROR"), NcclFailure([0, 1], "COMM_ERROR")]
+    monkeypatch.setattr(failure, "nccl_failures", lambda: failures)
+    watch = nic_watch.NicWatch(patience_s=0.0, trouble=nics.trouble)
+    for second in range(3):
+        watch.poll(float(second))
+    (line,) = capfd.readouterr().err.splitlines()  # one line after three polls
+    # Only the smaller group is named: in it, rank 0 is the only candidate for the lost rank.
+    expected = (
+        "holmes: rank 1 on node b1: communication failed; node b0 (rank 0) is lost: NCCL's COMM_ERROR in the "
+        "group of ranks 0, 1"
+    )
+    assert line.startswith(expected), line
+
+    # After a timeout no rank is named as lost.
+    failures[:] = [NcclFailure([0, 1], "TIMEOUT")]
     assert "; the timeout has passed: NCCL's TIMEOUT" in failure.describe_nccl_failure()
-    errors.clear()
+    # Without a failure there is no message.
+    failures.clear()
     assert failure.describe_nccl_failure() is None
 
 

@@ -97,51 +97,82 @@ def test_a_state_survives_the_store():
 
 
 class Job:
-    """Ranks with their recorders and watchdogs on one fake clock and one store; nothing sleeps."""
+    """Simulated job: a telemetry recorder and a watchdog per rank, with a fake clock and a store in memory.
+
+    The watchdogs have no threads and never sleep. The test moves the clock and calls poll_watchdogs().
+    """
 
     def __init__(self, count, answering=None):
-        self.now, self.lines, self.store, self.connected = 0.0, [], dist.HashStore(), 0
-        self.dogs = [self._dog(rank, count) for rank in range(count)]
+        """Create a job that has not started its first step.
+
+        Args:
+            count: Number of ranks.
+            answering: Ranks whose watchdog works; None for all. The others are stopped or dead.
+        """
+        self.now = 0.0  # the fake clock, in seconds
+        self.lines = []  # messages that the watchdogs print
+        self.store = dist.HashStore()
+        self.connected = 0  # number of connections to the store
+        self.watchdogs = [self._new_watchdog(rank, count) for rank in range(count)]  # by rank
         self.answering = set(range(count) if answering is None else answering)
 
-    def _dog(self, rank, count):
+    def _new_watchdog(self, rank, count):
         recorder = Recorder(rank, Sizes().complete(count), clock=lambda: self.now)
-        carried, now = lambda: {"ib0": int(self.now * 1e6)}, lambda: self.now
-        return Watchdog(recorder, 5, 10, self._connect, "w", NODES.__getitem__, RATES, carried, None,
-                        self.lines.append, now, self._sleep)  # fmt: skip
+        return Watchdog(
+            recorder,
+            factor=5,
+            floor_s=10,
+            connect=self._connect,
+            prefix="w",
+            node_of=NODES.__getitem__,
+            rates=RATES,
+            carried=lambda: {"ib0": int(self.now * 1e6)},  # 1 MB/s
+            host=None,
+            say=self.lines.append,
+            clock=lambda: self.now,
+            sleep=self._sleep,
+        )
 
     def _connect(self):
         self.connected += 1
         return self.store
 
     def _sleep(self, seconds):
-        """While one sleeps the others look."""
+        """Move the clock, and let all ranks that answer put their state into the store meanwhile."""
         self.now += seconds
-        for dog in [dog for dog in self.dogs if dog.recorder.rank in self.answering]:
-            dog.tell(dog.state())
+        for watchdog in self.watchdogs:
+            if watchdog.recorder.rank in self.answering:
+                watchdog.tell(watchdog.state())
 
-    def steps(self, count, seconds=2.0):
+    def run_steps(self, count, seconds=2.0):
+        """Run training steps of the same duration on all ranks, and start the next step."""
         for _ in range(count):
-            for dog in self.dogs:
-                dog.recorder.step_begins()
+            for watchdog in self.watchdogs:
+                watchdog.recorder.step_begins()
             self.now += seconds
-            for dog in self.dogs:
-                dog.recorder.step_done("engine")
-        for dog in self.dogs:
-            dog.recorder.step_begins()
+            for watchdog in self.watchdogs:
+                watchdog.recorder.step_done("engine")
+        for watchdog in self.watchdogs:
+            watchdog.recorder.step_begins()
 
-    def enter(self, *ranks, members=None):
-        """These ranks start an all-reduce of all."""
-        members = members or tuple(range(len(self.dogs)))
+    def start_all_reduce(self, *ranks, members=None):
+        """Start an all-reduce on some ranks.
+
+        Args:
+            ranks: The ranks that start the all-reduce.
+            members: All ranks of the process group; None for all ranks of the job.
+        """
+        members = members or tuple(range(len(self.watchdogs)))
         for rank in ranks:
-            group = self.dogs[rank].recorder.groups.setdefault(7, group_of(members))
+            group = self.watchdogs[rank].recorder.groups.setdefault(7, group_of(members))
             group.collectives += 1
-            self.dogs[rank].recorder.open[rank] = operation(group, self.now)
+            self.watchdogs[rank].recorder.open[rank] = operation(group, self.now)
 
-    def look(self):
-        for dog in self.dogs:
-            if dog.recorder.rank in self.answering:
-                dog.look()
+    def poll_watchdogs(self):
+        """Let the watchdogs of all ranks that answer check once whether a step is late."""
+        for watchdog in self.watchdogs:
+            if watchdog.recorder.rank in self.answering:
+                watchdog.look()
 
 
 def group_of(ranks):
@@ -165,20 +196,20 @@ def operation(group, start):
 
 def test_a_healthy_job_never_touches_the_store():
     job = Job(2)
-    job.steps(5)
-    job.enter(0)
+    job.run_steps(5)
+    job.start_all_reduce(0)
     job.now += 9.9
-    job.look()
+    job.poll_watchdogs()
     assert job.lines == [] and job.connected == 0
 
 
 def test_one_line_while_a_rank_is_stopped():
     job = Job(3, answering=(0, 2))
-    job.steps(5)
-    job.enter(0, 2)
+    job.run_steps(5)
+    job.start_all_reduce(0, 2)
     job.now += 20
-    job.look()
-    job.look()
+    job.poll_watchdogs()
+    job.poll_watchdogs()
     (line,) = job.lines
     assert (
         line.startswith("step 5 takes 2")
@@ -189,35 +220,38 @@ def test_one_line_while_a_rank_is_stopped():
     assert "which does not answer" in line and line.endswith("(seen by rank 0)")
 
 
-def test_the_dumps_of_the_flight_recorder_are_named_once():
-    """The second line says where they are. Later steps that are late do not repeat it."""
-    job = Job(2, answering=(0,))
-    job.dogs[0].dump_hint = lambda: "torch writes the last operations of rank 0 to trace_0"
-    job.steps(5)
-    for _ in range(2):  # steps that are late
-        job.enter(0)
+def test_the_dump_file_of_the_flight_recorder_is_printed_once():
+    """The watchdog prints the hint after its first message about a late step, and not after later ones."""
+    job = Job(2, answering=(0,))  # rank 1 does not answer
+    hint = "torch writes the last operations of rank 0 to trace_0"
+    job.watchdogs[0].dump_hint = lambda: hint
+    job.run_steps(5)
+    for _ in range(2):  # two late steps, with steps of the usual duration between them
+        job.start_all_reduce(0)  # waits for rank 1
         job.now += 20
-        job.look()
-        job.steps(3)
-    assert [line for line in job.lines if "trace_0" in line] == [job.lines[1]]
-    assert sum("which does not answer" in line for line in job.lines) == 2
+        job.poll_watchdogs()
+        job.run_steps(3)
+    first_message, second_message, third_message = job.lines
+    assert "which does not answer" in first_message
+    assert second_message == hint
+    assert "which does not answer" in third_message
 
 
 def test_a_rank_that_computes_is_told_from_a_dead_one():
     job = Job(3)
-    job.steps(5)
-    job.enter(0, 2)
+    job.run_steps(5)
+    job.start_all_reduce(0, 2)
     job.now += 20
-    job.look()
+    job.poll_watchdogs()
     assert "rank 1 on a1, which is in no operation" in job.lines[0]
 
 
 def test_a_slow_network():
     job = Job(2)
-    job.steps(5)
-    job.enter(0, 1)
+    job.run_steps(5)
+    job.start_all_reduce(0, 1)
     job.now += 20
-    job.look()
+    job.poll_watchdogs()
     assert ("all have arrived, the network is slow" in job.lines[0]
             and "8 Mb/s over ib0 of 2 Gb/s" in job.lines[0])
 
@@ -225,10 +259,10 @@ def test_a_slow_network():
 def test_a_late_step_of_which_nothing_is_stuck_is_not_talked_about():
     """Evaluation between steps, or a saved checkpoint: no operation is old."""
     job = Job(2)
-    job.steps(5)
+    job.run_steps(5)
     job.now += 30
-    job.enter(0, 1)
-    job.look()
+    job.start_all_reduce(0, 1)
+    job.poll_watchdogs()
     assert job.lines == []
 
 
@@ -236,13 +270,13 @@ def test_a_late_step_of_which_nothing_is_stuck_is_not_talked_about():
 def test_a_step_that_hangs_before_the_median_is_known(done):
     """A fault of the schedule shows in the first steps; what compiles may take twelve floors."""
     job = Job(2)
-    job.steps(done)
-    job.enter(0)
+    job.run_steps(done)
+    job.start_all_reduce(0)
     job.now += 119
-    job.look()
+    job.poll_watchdogs()
     assert job.lines == [] and job.connected == 0
     job.now += 1
-    job.look()
+    job.poll_watchdogs()
     (line,) = job.lines
     assert (line.startswith(f"step {done} takes 12")
             and "s so far, no step's time is known yet: the data " "group" in line)
@@ -251,24 +285,24 @@ def test_a_step_that_hangs_before_the_median_is_known(done):
 
 def test_no_line_outside_a_step():
     job = Job(2)
-    job.steps(5)
-    job.enter(0)
-    for dog in job.dogs:
-        dog.recorder.armed = False
+    job.run_steps(5)
+    job.start_all_reduce(0)
+    for watchdog in job.watchdogs:
+        watchdog.recorder.armed = False
     job.now += 1000
-    job.look()
+    job.poll_watchdogs()
     assert job.lines == []
 
 
 def test_a_store_that_does_not_answer():
     job = Job(2)
-    job.steps(5)
-    job.enter(0, 1)
+    job.run_steps(5)
+    job.start_all_reduce(0, 1)
     job.now += 20
-    for dog in job.dogs:
-        dog.host = 0
-        dog.say_alone()
-        dog.say_alone()
+    for watchdog in job.watchdogs:
+        watchdog.host = 0
+        watchdog.say_alone()
+        watchdog.say_alone()
     (line,) = job.lines
     assert ("is stuck, and the job's store does not answer; "
             "it is kept by rank 0 on a0 (seen by rank 1)") in line
@@ -294,12 +328,12 @@ def test_bad_options(text):
 def test_who_stops_it_waits_for_a_thread_that_waits_for_the_store():
     """It would abort the process if it came back while the interpreter ends."""
     job = Job(1)
-    (dog,) = job.dogs
+    (watchdog,) = job.watchdogs
     asked, answered = threading.Event(), threading.Event()
-    dog.pause_s, dog._late = 0.001, lambda: True
-    dog.connect = lambda: (asked.set(), answered.wait(20)) and job.store
-    dog.start()
+    watchdog.pause_s, watchdog._late = 0.001, lambda: True
+    watchdog.connect = lambda: (asked.set(), answered.wait(20)) and job.store
+    watchdog.start()
     assert asked.wait(20)
     threading.Timer(1.5, answered.set).start()
-    dog.stop()
-    assert not dog._thread.is_alive()
+    watchdog.stop()
+    assert not watchdog._thread.is_alive()
