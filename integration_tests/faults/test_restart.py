@@ -90,10 +90,11 @@ WRITING = (
     Fault("stopped while it writes its checkpoint", says=(r"communication failed: .*[Tt]imed out",),
           ranks={"1": {"do": "stop", "when": "save"}}, gone=(1,), default=False),
 )
-#: What holmes prints if NCCL has failed. NCCL does not say which rank is lost, so the message names all others.
+#: What holmes prints if NCCL has failed. NCCL does not say which rank is lost, so the message names all of
+#: the others.
 NCCL_FAILED = "communication failed; (the timeout has passed|(one of )?node .* is lost): NCCL's [A-Z_]+ in "
-#: Over NCCL these faults are not tested: the lab ends a job on emulated GPUs in which nothing moves, before the
-#: job's own timeout.
+#: Over NCCL these faults are not tested: the lab ends a job on emulated GPUs in which nothing moves, before
+#: the job's own timeout.
 NOTHING_MOVES = (
     "cable of Ethernet pulled",
     "cable pulled in a pipeline send",

@@ -124,8 +124,8 @@ def _give_group_its_nic(
     current.backends |= backend_names  # read by _destroy_after_gloo_threads()
     new_arguments = {}
     if nccl_backend:
-        name = _communicator_name(current, ranks, str(group_desc or ""))
-        options = _nccl_options(current, ranks, nccl_backend, options, timeout, name)
+        name = communicator_name(current, ranks, str(group_desc or ""))
+        options = planned_nccl_options(current, ranks, nccl_backend, options, timeout, name)
         if is_postponed:
             options = with_lazy_init(options)
         if traits_of(nccl_backend).is_nccl2:
@@ -136,7 +136,7 @@ def _give_group_its_nic(
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(**{options_name: options}, **new_arguments)
     # Note the group and its network, for the job's report.
-    _record(current, str(group_desc or group_name), ranks, backend_named(str(backend)), options)
+    record_group(current, str(group_desc or group_name), ranks, backend_named(str(backend)), options)
     return new_group
 
 
@@ -165,13 +165,13 @@ def _give_split_group_its_nic(
     # Since torch 2.15, `backend` can select some of the parent's backends.
     backend_name = backend_named(str(backend)) if backend else backend_of(parent)
     if traits_of(backend_name).is_nccl:
-        name = _communicator_name(current, ranks, group_desc or "")
-        pg_options = _nccl_options(
+        name = communicator_name(current, ranks, group_desc or "")
+        pg_options = planned_nccl_options(
             current, ranks, backend_name, pg_options, timeout, name, parent_options=options_of(parent)
         )
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(pg_options=pg_options)
-    _record(current, group_desc or "split", ranks, backend_name, pg_options)
+    record_group(current, group_desc or "split", ranks, backend_name, pg_options)
     return new_group
 
 
@@ -319,7 +319,7 @@ def _check_backend(current: Session, name: str) -> None:
         )
 
 
-def _communicator_name(current: Session, ranks: tuple[int, ...], description: str) -> str:
+def communicator_name(current: Session, ranks: tuple[int, ...], description: str) -> str:
     """Return a name for the communicator of a group, e.g. "data:a:rank0".
 
     NCCL's logs, its inspector and RAS print it. The parts are the kind of group, its clusters and its first
@@ -334,7 +334,7 @@ def _communicator_name(current: Session, ranks: tuple[int, ...], description: st
     return f"{kind}:{clusters}:rank{min(ranks)}"
 
 
-def _nccl_options(
+def planned_nccl_options(
     current: Session,
     ranks: tuple[int, ...],
     backend: str,
@@ -377,7 +377,7 @@ def _nccl_options(
     )
 
 
-def _record(current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:
+def record_group(current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:
     """Add a process group to the list of groups in the session of holmes, with the network that it uses.
 
     With --holmes-verbose on, the group's first rank prints the entry.

@@ -25,7 +25,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import CHANGED_GROUPS
-from holmes_ext.patches.torch.groups import _communicator_name, _nccl_options, _record
+from holmes_ext.patches.torch.groups import communicator_name, planned_nccl_options, record_group
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, options_of
 from holmes_ext.runtime.groups.backend_table import traits_of
 from holmes_ext.runtime.groups.transport import gloo_interface
@@ -75,17 +75,17 @@ def _shrink_group_with_planned_network(
     description = _description_of(parent)
     backend = backend_of(parent)
     if traits_of(backend).is_nccl:
-        pg_options = _nccl_options(
+        pg_options = planned_nccl_options(
             current,
             remaining,
             backend,
             pg_options,
             timeout=None,
-            name=_communicator_name(current, remaining, description),
+            name=communicator_name(current, remaining, description),
             parent_options=options_of(parent),
         )
     shrunk_group = call(pg_options=pg_options)  # also destroys `parent`
-    _record(current, f"{description or parent.group_name}:shrunk", remaining, backend, pg_options)
+    record_group(current, f"{description or parent.group_name}:shrunk", remaining, backend, pg_options)
     if is_default_group:
         _update_renumbered_rounds(current, remaining)
     return shrunk_group
@@ -122,7 +122,7 @@ def _reconfigure_and_record_group(current, call, instance, uuid, handles, group=
     _memberships[changed_group] = _Membership(uuid=uuid, planned_ranks=new_ranks)
     if new_ranks != former.planned_ranks:
         name = f"{_description_of(changed_group)}:reconfigured"
-        _record(current, name, new_ranks, backend_of(changed_group), options_of(changed_group))
+        record_group(current, name, new_ranks, backend_of(changed_group), options_of(changed_group))
         if changed_group is dist.group.WORLD:
             _update_renumbered_rounds(current, new_ranks)
     return work
