@@ -1,7 +1,8 @@
-"""Tests each engine with each name that a script can give NCCL's backend, on emulated GPUs.
+"""Trains with each framework over each backend that a script can give init_process_group for NCCL.
 
-Since torch 2.14, a script can name several implementations of NCCL's backend. Whatever the name, a job must
-learn what it learns without holmes, and the groups inside a cluster must use the cluster's network.
+Since torch 2.14, NCCL's backend has several implementations, with names such as "nccl2" and "nccl-lazy". With
+each of them, a job must have the same losses with holmes as without. Process groups inside a cluster must use
+the network of the cluster.
 """
 
 from dataclasses import replace

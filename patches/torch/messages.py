@@ -1,8 +1,9 @@
-"""Gives the messages between two ranks the network of these two ranks, with the backend nccl-lazy.
+"""Chooses the network of single messages (send, recv, isend, irecv) for torch's backend nccl-lazy.
 
-nccl-lazy (torch 2.14 or newer) makes a communicator for each pair of ranks that exchange messages by send,
-recv, isend or irecv. The communicator takes the network of the whole group. So two ranks of the same cluster
-use Ethernet if the group spans several clusters. Here such messages use a process group of the two ranks.
+nccl-lazy (torch 2.14 or newer) makes a communicator of its own for each pair of ranks that exchange messages.
+torch gives it the network of the whole process group. If the group spans several clusters, this is Ethernet,
+also for two ranks of the same cluster. holmes sends such messages over a new process group of the two ranks,
+which uses the fastest network that they share.
 
 Batches of messages (batch_isend_irecv) do not use communicators of pairs, and are not changed.
 """

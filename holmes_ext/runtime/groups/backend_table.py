@@ -1,19 +1,20 @@
 """Table of torch.distributed's backends: what holmes must know of each one to choose its network.
 
-    backend           network API       tensors on  communicator made       device of a group
-    gloo              sockets           CPU, GPU    with the group          none
-    nccl-legacy       verbs             GPU         at the first operation  bound if the program binds it
-    nccl2             verbs             GPU         with the group          always bound
-    nccl-lazy         verbs             GPU         with the group          always bound
-    fake              verbs             CPU, GPU    never                   none
-    mpi, ucc          backend chooses   any         with the group          none
-    nccl4py           backend chooses   GPU         with the group          none
+In torch 2.15:
 
-    nccl-lazy   also makes a communicator for each pair of ranks that exchange messages.
-    nccl        is nccl2 in torch 2.15, and nccl-legacy in older releases. The environment variable
-                TORCH_DIST_USE_NCCL2 ("0" or "1") selects one of them.
-    fake        lets one process stand for all ranks. holmes plans as if it were NCCL.
-    torch 2.14  has nccl2 and nccl-lazy, too. They make communicators and bind devices like nccl-legacy.
+    backend        network API       tensors on  communicator made       process group has a fixed GPU
+    gloo           sockets           CPU, GPU    with the group          no
+    nccl-legacy    verbs             GPU         at the first operation  only with device_id
+    nccl, nccl2    verbs             GPU         with the group          yes
+    nccl-lazy      verbs             GPU         with the group, and     yes
+                                                 for each pair of ranks
+                                                 that sends messages
+    fake           verbs (as NCCL)   CPU, GPU    never                   no
+    mpi, ucc       backend chooses   any         with the group          no
+    nccl4py        backend chooses   GPU         with the group          yes
+
+In torch 2.14, nccl2 and nccl-lazy make communicators and use GPUs like nccl-legacy. "nccl" is nccl-legacy
+before torch 2.15. The environment variable TORCH_DIST_USE_NCCL2 selects nccl-legacy ("0") or nccl2 ("1").
 
 Any other name was registered by another package. holmes cannot choose its networks, and prints a warning.
 
@@ -48,7 +49,6 @@ class BackendTraits:
     # A synchronous operation returns a Work, whose wait() waits for nothing. (nccl-legacy returns none.)
     is_nccl2: bool = False
     connects: Connect = Connect.WITH_GROUP
-    binds_device: bool = False  # each of its groups is bound to a device when it is made
     has_pair_communicators: bool = False  # messages between two ranks use a communicator of their own
     is_known: bool = True  # False: another package registered the backend
 
@@ -97,7 +97,7 @@ def _nccl2() -> BackendTraits:
 
     if not hasattr(distributed_c10d, "_nccl2_device"):  # torch 2.14
         return replace(_LEGACY, is_nccl2=True)
-    return replace(_LEGACY, is_nccl2=True, connects=Connect.WITH_GROUP, binds_device=True)
+    return replace(_LEGACY, is_nccl2=True, connects=Connect.WITH_GROUP)
 
 
 def _nccl_is_nccl2() -> bool:

@@ -1,18 +1,18 @@
-"""Makes process groups without the help of ranks that are not members.
+"""Makes process groups that only their members take part in making.
 
-torch.distributed.new_group(use_local_synchronization=True) does so, but has two obstacles:
+torch.distributed.new_group usually needs all ranks of the job. With use_local_synchronization=True it needs
+only the members of the new group. members_group() uses this, and removes two obstacles:
 
-    names    torch names the group after its ranks and the number of groups that the process has made
-             (_hash_ranks_to_str). Members may have made different numbers of groups: only some pipeline
-             stages have groups for embeddings. They would wait for each other under different names.
-    splits   If the group of all ranks (WORLD) is bound to a device, torch makes a new NCCL communicator by
-             ncclCommSplit of WORLD's. All ranks of WORLD must take part in a split, but only members call.
-             DeepSpeed binds WORLD (deepspeed/comm/torch.py), and so does torch 2.15 itself.
+    The name of the group. torch computes it from the ranks and from the number of groups that the process has
+    made so far. Members can have made different numbers of groups. They would then use different names, and
+    wait for each other without end. members_group() gives the group a name that all members know.
 
-_without_other_ranks() removes both.
+    The communicator of the group. If the default group is bound to a GPU, torch splits the new communicator
+    from the default group's (ncclCommSplit). All ranks of the job must take part in a split.
+    members_group() keeps torch from splitting.
 
-pair_groups() makes a group for each pair of neighbouring pipeline stages, if stages of the same cluster have
-a faster network than all stages share:
+pair_groups() makes such a group for each pair of neighbouring pipeline stages, if some pairs have a faster
+network than the whole pipeline:
 
     stage 0 === stage 1 --- stage 2 === stage 3      === inside a cluster: the pair's group uses its fabric
        cluster a        |       cluster b            --- between clusters: the pair's group uses Ethernet
@@ -63,13 +63,16 @@ def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
     world: Any = dist.group.WORLD
     ranks = sorted(ranks)
     options.setdefault("timeout", timeout_of(world))
-    backend = nccl_backend_in(options.get("backend") or dist.get_backend(world))
-    is_postponed = bool(backend) and can_postpone(backend)
+    backend = options.get("backend") or dist.get_backend(world)
+    nccl_backend = nccl_backend_in(backend)  # "" if the group does not use NCCL
+    is_postponed = bool(nccl_backend) and can_postpone(nccl_backend)
     if is_postponed:
+        # torch does not split such a communicator, so the default group can stay bound to its GPU.
         options["pg_options"] = with_lazy_init(options.get("pg_options"))
-    elif backend and traits_of(backend).binds_device:  # nccl2 of a torch without lazy_init
-        options["device_id"] = world.bound_device_id
-    with _without_other_ranks(_new_name(ranks, purpose), keeps_device=is_postponed):
+        bound_device = world.bound_device_id
+    else:
+        bound_device = None  # torch splits a communicator only if the default group is bound
+    with _group_name(_new_name(ranks, purpose)), _default_group_bound_to(bound_device):
         return dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, **options)
 
 
@@ -85,34 +88,38 @@ def _new_name(ranks: Sequence[int], purpose: str) -> str:
 
 
 @contextmanager
-def _without_other_ranks(name: str, keeps_device: bool) -> Iterator[None]:
-    """Let torch.distributed.new_group work inside the `with` block if only the members call it.
-
-    torch's function that names a group is replaced. And the group of all ranks (WORLD) is unbound from its
-    device, because torch splits the communicator of WORLD only if WORLD is bound.
-
-    Args:
-        name: Name of the new group, the same on all members.
-        keeps_device: WORLD stays bound. This is right if the options of the new group contain lazy_init:
-            torch does not split WORLD then, and gives the new group the device of WORLD. An unbound WORLD
-            would give it device number LOCAL_RANK, and the process may use another device.
-    """
-    import torch.distributed as dist
+def _group_name(name: str) -> Iterator[None]:
+    """Let torch give this name to the process group that is made inside the `with` block."""
     from torch.distributed import distributed_c10d
 
     c10d: Any = distributed_c10d
-    world: Any = dist.group.WORLD
     torch_naming = c10d._process_group_name
-    device = world.bound_device_id
     c10d._process_group_name = lambda ranks, use_hashed_name: name
-    if not keeps_device:
-        world.bound_device_id = None
     try:
         yield
     finally:
         c10d._process_group_name = torch_naming
-        if not keeps_device:
-            world.bound_device_id = device
+
+
+@contextmanager
+def _default_group_bound_to(device: Any) -> Iterator[None]:
+    """Bind the default group to a GPU inside the `with` block, or to none.
+
+    Args:
+        device: The torch.device, or None.
+    """
+    import torch.distributed as dist
+
+    world: Any = dist.group.WORLD
+    before = world.bound_device_id
+    if device == before:  # even setting the same device could have an effect in torch
+        yield
+        return
+    world.bound_device_id = device
+    try:
+        yield
+    finally:
+        world.bound_device_id = before
 
 
 def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:

@@ -208,8 +208,11 @@ def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = f
 def node_environment(here: Node, environ: MutableMapping[str, str]) -> list[str]:
     """Set NCCL's HCAs, GID index and socket interface for this node in `environ`.
 
-    Variables that the user has set stay. NCCL_NET is unset, because it would override the network of every
-    group.
+    Variables that the user has set stay. Two variables are unset:
+
+        NCCL_NET                               would override the network of every group
+        NCCL_COMM_SPLIT_SHARE_RESOURCES        would give a split communicator the network of its parent; it
+                                               may stay on a node with a single network
 
     Returns:
         A message for each variable that the user has set, or that was unset.

@@ -1,7 +1,7 @@
-"""Tests that init_process_group of torch 2.15 makes no NCCL communicator for some programs.
+"""Tests a wrapper that keeps init_process_group of torch 2.15 from making an NCCL communicator at once.
 
-These programs import holmes_ext.initialize_model_parallel, which switches holmes on after init_process_group.
-Their first communicator is postponed to the first operation.
+torch then makes the communicator at the first operation. The wrapper is used by programs that switch holmes
+on after init_process_group, by a call of holmes_ext.initialize_model_parallel.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""Tests the table of torch.distributed's backends."""
+"""Tests traits_of(), which returns what holmes must know of a backend of torch.distributed.
+
+The release of torch decides, for example, whether "nccl" makes a communicator together with a process group.
+"""
 
 import pytest
 from torch_releases import look_like_torch
@@ -12,7 +15,6 @@ def test_nccl_is_nccl2_since_torch_2_15(monkeypatch, release, is_nccl2):
     traits = traits_of("nccl")
     assert traits.name == "nccl"
     assert traits.is_nccl2 is is_nccl2
-    assert traits.binds_device is is_nccl2
     assert traits.connects is (Connect.WITH_GROUP if is_nccl2 else Connect.AT_FIRST_OPERATION)
 
 
@@ -28,7 +30,7 @@ def test_nccl2_of_torch_2_14_connects_like_nccl_legacy(monkeypatch):
     look_like_torch(monkeypatch, "2.14")
     for name in ("nccl2", "nccl-lazy"):
         traits = traits_of(name)
-        assert traits.is_nccl2 and not traits.binds_device
+        assert traits.is_nccl2
         assert traits.connects is Connect.AT_FIRST_OPERATION
 
 
