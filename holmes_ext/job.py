@@ -15,7 +15,7 @@ from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, from_environment, options_from, parse_flags
 from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
-from holmes_ext.patches.megatron import core
+from holmes_ext.patches.megatron import drop_in
 from holmes_ext.patches.megatron.command_line.describe import (
     describe,
     model_from_arguments,
@@ -136,7 +136,7 @@ def disable() -> None:
 
 def initialize_model_parallel() -> Callable[..., Any]:
     """megatron.core.parallel_state's function, which switches holmes on where nothing else did."""
-    return core.drop_in(enable)
+    return drop_in.drop_in(enable)
 
 
 def asked_for(options: Options, argv: list[str]) -> Request:

@@ -51,7 +51,7 @@ def test_rooms_that_need_no_torch_import(python, tmp_path):
         (["doctor", "--sysfs", "dgx", "--cluster", "two_clusters_4.toml", "--", "python", "no.py",
           "--holmes"],
          "fix:"),
-        (["patches"], "not installed here (and their features): torch 8, deepspeed "),
+        (["patches"], "not installed here (and their features): torch 11, deepspeed "),
         (["patches", "--json", "--check"], "torch is not installed"),
         (["report", "telemetry"], "2 ranks"),
         (["report", "telemetry", "--json"], '"steps"'),

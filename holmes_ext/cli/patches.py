@@ -71,10 +71,14 @@ def _feature(fits: list[Fit]) -> tuple[str, ...]:
     """A row of FEATURES: all of its functions are changed or none; the first that does not fit says why."""
     worst = min(fits, key=lambda fit: ("off", "unknown", "fits", "other version").index(fit.state))
     feature = worst.patch.feature
-    reason = worst.reason if worst.state == "off" else ""
+    state = worst.state
+    reason = worst.reason if state == "off" else ""
+    if state == "other version":  # all patches of the feature are for other releases of the framework
+        state = "not used"
+        reason = worst.reason
     package = f"{feature.requirement.name} {worst.installed}" if worst.installed else "-"
     what = feature.what + (f" ({reason})" if reason else "")
-    return (feature.name, worst.state, package, str(len(fits)), feature.asked_by or "every job",
+    return (feature.name, state, package, str(len(fits)), feature.asked_by or "every job",
             feature.versions, what)
 
 

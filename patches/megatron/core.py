@@ -9,35 +9,28 @@ ranks and so on. This module wraps two functions of megatron-core:
     TransformerConfig.__post_init__    checks the model's configuration. Before, the wrapper sets the plan's
                                        layers, unless the program itself splits the layers over the stages.
 
-drop_in() makes holmes_ext.initialize_model_parallel, which a program can call instead of starting with
---holmes. Other modules renumber the ranks, and choose the network of each group (patches/torch/groups.py)."""
+Other modules renumber the ranks, choose the network of each group (patches/torch/groups.py), and make
+holmes_ext.initialize_model_parallel, which a program can call instead of starting with --holmes (drop_in.py).
+"""
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches import registry
-from holmes_ext.patches.engine.call import arguments_of
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron import p2p as megatron_p2p
 from holmes_ext.patches.megatron.features import GROUPS, LAYERS
-from holmes_ext.patches.torch.features import LATE_START
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import communicators
-from holmes_ext.runtime.groups.backend import nccl_backend_in, timeout_of
-from holmes_ext.runtime.groups.backend_table import Connect, traits_of
-from holmes_ext.runtime.groups.grid import check_grid, say, tell
-from holmes_ext.runtime.start import launcher
+from holmes_ext.runtime.groups.grid import check_grid, tell
 from holmes_ext.runtime.start.refusal import told_once
-from holmes_ext.runtime.start.store import until_gone
 
 
 class _Job:
@@ -169,157 +162,6 @@ def _make_neighbour_groups() -> None:
         pipeline_groups = [pipeline_groups]
     for pipeline_group in pipeline_groups:
         megatron_p2p.neighbour_groups_of(pipeline_group)
-
-
-#: The way out in error messages about a call of holmes_ext.initialize_model_parallel that comes too late.
-_ENABLE_EARLIER = "call holmes_ext.enable() before init_process_group, or start with --holmes"
-#: Another way out, which keeps init_process_group of torch 2.15 from making a communicator (late_start.py).
-_IMPORT_EARLIER = "write `from holmes_ext import initialize_model_parallel` above init_process_group"
-
-
-@functools.cache
-def drop_in(enable: Callable[..., None]):
-    """Return the function that programs call as holmes_ext.initialize_model_parallel.
-
-    The returned function has the signature of megatron-core's initialize_model_parallel and calls it. If
-    holmes is still off, the returned function first switches it on.
-
-    Before init_process_group, this function lets torch 2.15 postpone the communicator of the default process
-    group (patches/torch/late_start.py). Otherwise holmes could not be switched on afterwards.
-
-    Args:
-        enable: holmes_ext.enable, which switches holmes on.
-
-    Raises:
-        HolmesError: megatron-core cannot be imported.
-    """
-    try:
-        from megatron.core import parallel_state
-    except ImportError as error:
-        raise HolmesError("initialize_model_parallel needs megatron-core, which cannot be imported here "
-                          f"({error})") from None
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        registry().enable([LATE_START.name])
-
-    @functools.wraps(parallel_state.initialize_model_parallel)
-    def initialize_model_parallel(*args, **kwargs):
-        holmes_is_off = session.active() is None
-        if holmes_is_off:
-            arguments = arguments_of(parallel_state.initialize_model_parallel, args, kwargs)  # by name
-            _enable_after_init(arguments, enable)
-        return parallel_state.initialize_model_parallel(*args, **kwargs)
-
-    return initialize_model_parallel
-
-
-def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]) -> None:
-    """Switch holmes on in a program that has already called torch.distributed.init_process_group.
-
-    holmes changes the numbers of the ranks. Therefore this function destroys the default process group, which
-    has the old numbers, switches holmes on, and makes the group anew with the same backend and options.
-
-    Args:
-        arguments: The program's arguments of initialize_model_parallel.
-        enable: holmes_ext.enable, which switches holmes on.
-
-    Raises:
-        HolmesError: torch.distributed is not initialized, or it is too late to change the ranks (partly
-            raised by _init_arguments).
-    """
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    if not dist.is_initialized():
-        raise HolmesError("initialize_model_parallel: call torch.distributed.init_process_group first")
-    other_groups_exist = len(distributed_c10d._world.pg_map) > 1  # besides the default group
-    if other_groups_exist:
-        raise HolmesError(
-            "initialize_model_parallel comes too late: the program has made process groups already, and "
-            f"ranks cannot change under them; {_ENABLE_EARLIER}")
-    sizes = sizes_of(arguments, dist.get_world_size())
-    # No variable may refer to the old group: it would keep the group's listening sockets open, and ranks of
-    # the new group would connect to them.
-    init_arguments = _init_arguments(dist.group.WORLD)
-    with until_gone(launcher.detect(os.environ), distributed_c10d._get_default_store()):
-        dist.destroy_process_group()  # `with` then waits until the old group's store has ended
-    if arguments["num_distributed_optimizer_instances"] > 1:
-        enable()  # a plan that is made without sizes keeps each optimizer instance in one cluster
-    else:
-        enable(sizes=say(sizes).replace(" ", ""))  # such as "pipeline=2,tensor=4"
-    dist.init_process_group(**init_arguments)
-
-
-def _init_arguments(world: Any) -> dict[str, Any]:
-    """Return the arguments of init_process_group that make a new default group with the settings of `world`.
-
-    Raises:
-        HolmesError: It is too late (raised by _options_without_communicator).
-    """
-    import torch.distributed as dist
-
-    backend = dist.get_backend(world)
-    arguments: dict[str, Any] = {"backend": backend}
-    nccl_backend = nccl_backend_in(backend)  # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if there is none
-    if nccl_backend:
-        arguments["pg_options"] = _options_without_communicator(world, nccl_backend)
-    timeout = timeout_of(world)
-    if timeout is not None:
-        arguments["timeout"] = timeout
-    if world.bound_device_id is not None:
-        arguments["device_id"] = world.bound_device_id
-    return arguments
-
-
-def _options_without_communicator(world: Any, backend: str) -> Any:
-    """Return the NCCL options of the default process group, if the group has no NCCL communicator yet.
-
-    Args:
-        world: The default process group.
-        backend: The name of NCCL's backend, e.g. "nccl2".
-
-    Raises:
-        HolmesError: The group has a communicator. With the first communicator of a process, NCCL reads which
-            HCAs and which network interface it may use, so that holmes can no longer choose them.
-    """
-    import torch
-
-    nccl = world._get_backend(torch.device("cuda"))  # torch's ProcessGroupNCCL or ProcessGroupNCCL2
-    if _has_communicator(world, nccl, backend):
-        ways_out = [_ENABLE_EARLIER]
-        if communicators.can_postpone(backend):
-            ways_out.insert(0, _IMPORT_EARLIER)
-        raise HolmesError(
-            "initialize_model_parallel comes too late: NCCL has made a communicator already (by "
-            "init_process_group, or for a collective since), and chosen its devices for the whole process; "
-            f"{', '.join(ways_out)}"
-        )
-    options = nccl.options
-    if hasattr(options, "lazy_init"):
-        # The import of initialize_model_parallel has postponed the communicator of the old group. The new
-        # group makes its communicator as the program expects.
-        options.lazy_init = False
-    return options
-
-
-def _has_communicator(world: Any, nccl: Any, backend: str) -> bool:
-    """Return whether the default process group has an NCCL communicator.
-
-    Args:
-        world: The default process group.
-        nccl: NCCL's part of the group, torch's ProcessGroupNCCL or ProcessGroupNCCL2.
-        backend: The name of NCCL's backend, e.g. "nccl2".
-    """
-    if traits_of(backend).connects is Connect.WITH_GROUP:
-        was_postponed = getattr(nccl.options, "lazy_init", False)
-        # torch can split a postponed communicator only after the first operation has made it.
-        return not was_postponed or nccl.supports_splitting
-    if world.bound_device_id is not None:
-        return True  # for a device, init_process_group makes the communicator at once
-    if not hasattr(nccl, "_is_initialized"):
-        return True  # nccl2 of torch 2.14 cannot be asked, and may have one
-    return nccl._is_initialized()
 
 
 #: Fields of TransformerConfig, besides the layout, by which a program splits the layers over the stages. Each

@@ -20,6 +20,7 @@ from torch_releases import look_like_torch
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import core as megatron_core
+from holmes_ext.patches.megatron import drop_in
 from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
@@ -93,10 +94,10 @@ def default_group(monkeypatch, backend, *, initialized=False, device=None):
 
 def test_taking_over_keeps_the_timeout_options_and_device_of_the_programs_init(monkeypatch):
     world, options = default_group(monkeypatch, "nccl")
-    again = megatron_core._init_arguments(world)
+    again = drop_in._init_arguments(world)
     assert again == {"backend": "nccl", "timeout": timedelta(minutes=3), "pg_options": options}
     world, _ = default_group(monkeypatch, "gloo", device="cuda:0")
-    assert megatron_core._init_arguments(world) == {
+    assert drop_in._init_arguments(world) == {
         "backend": "gloo", "timeout": timedelta(minutes=3), "device_id": "cuda:0"
     }
 
@@ -106,7 +107,7 @@ def test_taking_over_after_nccl_has_made_a_communicator_is_refused(monkeypatch, 
     """Which HCAs and interface it may use, NCCL reads once in a process."""
     world, _ = default_group(monkeypatch, "cpu:gloo,cuda:nccl", **state)
     with pytest.raises(HolmesError, match="comes too late: NCCL has made a communicator already"):
-        megatron_core._init_arguments(world)
+        drop_in._init_arguments(world)
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def world_of_2_15(lazy_init, has_communicator):
 
 def test_taking_over_in_torch_2_15_keeps_the_device(torch_2_15):
     """The communicator was postponed (patches/torch/late_start.py). The new group makes it at once."""
-    arguments = megatron_core._init_arguments(world_of_2_15(lazy_init=True, has_communicator=False))
+    arguments = drop_in._init_arguments(world_of_2_15(lazy_init=True, has_communicator=False))
     assert arguments["device_id"] == "cuda:1"
     assert arguments["pg_options"].lazy_init is False
 
@@ -140,7 +141,7 @@ def test_taking_over_in_torch_2_15_after_a_communicator_was_made(torch_2_15, laz
     world = world_of_2_15(lazy_init, has_communicator=True)
     way_out = "write `from holmes_ext import initialize_model_parallel` above init_process_group"
     with pytest.raises(HolmesError, match=way_out):
-        megatron_core._init_arguments(world)
+        drop_in._init_arguments(world)
 
 
 def test_the_users_own_layout_wins_and_is_told(capsys):
@@ -221,6 +222,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 import holmes_ext
 from holmes_ext.patches import registry
 from holmes_ext.patches.megatron import core as megatron_core
+from holmes_ext.patches.megatron import drop_in
 original = parallel_state.initialize_model_parallel
 same = inspect.signature(holmes_ext.initialize_model_parallel) == inspect.signature(original)
 draw, wrong = random.Random(1), []
