@@ -459,6 +459,19 @@ def megatron_deepspeed(folder: Path) -> Command:
     return with_arguments(command, *MEGATRON_STEPS)
 
 
+#: On emulated GPUs, the lab sets NCCL_IB_DISABLE=1 if it finds no --holmes in a command. A job's own value
+#: stays.
+WITH_INFINIBAND = {"NCCL_IB_DISABLE": "0"} if ON_GPUS else {}
+
+#: Not for GPUs: there, Megatron-LM needs its distributed optimizer, whose checkpoints it can resume only with
+#: Apex or Transformer Engine.
+CHECKPOINTS_OF_MEGATRON_LM = Checkpoints(
+    save_arguments=MEGATRON_SAVE,
+    load_arguments=("--load", CHECKPOINT_FOLDER, "--exit-on-missing-checkpoint"),
+    rewind=rewind_megatron,
+    losses_by_step=losses_of_megatron_lm,
+)
+
 MEGATRON_JOBS = (
     megatron_core_job(
         EXAMPLES / "megatron_core" / "train.py",
@@ -469,17 +482,13 @@ MEGATRON_JOBS = (
         HERE / "megatron_core_call.py",
         variant="initialize_model_parallel",
         holmes_arguments=("--call-holmes",),
+        holmes_env=WITH_INFINIBAND,
     ),
     Job(
         entry="Megatron-LM's pretrain_gpt.py",
         command=megatron_lm,
         groups=STAGE_A_CLUSTER,
-        checkpoints=Checkpoints(
-            save_arguments=MEGATRON_SAVE,
-            load_arguments=("--load", CHECKPOINT_FOLDER, "--exit-on-missing-checkpoint"),
-            rewind=rewind_megatron,
-            losses_by_step=losses_of_megatron_lm,
-        ),
+        checkpoints=None if ON_GPUS else CHECKPOINTS_OF_MEGATRON_LM,
         pipeline_stages=2,
         packages=("pybind11",),
         checkout="Megatron-LM",
