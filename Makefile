@@ -45,17 +45,17 @@ ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.p
    joined.py) $(addprefix megatron/test_,core.py slices.py joined.py experts.py) joined/test_examples.py \
    $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py trainer_joined.py torchtitan.py) \
    $(addprefix commands/test_,telemetry.py doctor.py probe.py profile_and_tune.py) $(addprefix faults/test_,faults.py restart.py) \
-   rows/test_rows.py test_reduction_lab.py test_unequal_lab.py) \
+   rows/test_rows.py backends/test_backends.py test_reduction_lab.py test_unequal_lab.py) \
    $(if $(filter 1,$(HOLMES_TEST_FULL)),tests/patches/torch/test_ddp.py \
    $(addprefix integration_tests/test_adapt,.py _sums.py _apart.py))
 
-# The torch of `make gpu-next`, its environment, and its tests: one file of each engine, and NCCL's networks.
+# The torch of `make gpu-next`, its environment, and its tests: one file of each engine, NCCL's networks, and its backends.
 NEXT_TORCH ?= 2.15.0
 NEXT_VENV := .venv-gpu$(subst .,,$(basename $(NEXT_TORCH)))
 GPU_NEXT ?= $(NEXT_VENV)
 NEXT_ENGINES := tests/patches/torch/test_ddp.py $(addprefix integration_tests/,stacks/test_fsdp2.py \
    deepspeed/test_two_clusters.py deepspeed/test_zero.py megatron/test_core.py stacks/test_pipelining.py)
-ON_NEXT := $(NEXT_ENGINES) integration_tests/gpu/test_networks.py
+ON_NEXT := $(NEXT_ENGINES) integration_tests/gpu/test_networks.py integration_tests/backends/test_backends.py
 
 # Each run of pytest writes what became of its tests to RESULTS/PART.xml (JUnit XML). tests/summary.py makes a table of them.
 RESULTS := build/results
