@@ -68,7 +68,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _feature(fits: list[Fit]) -> tuple[str, ...]:
-    """A row of FEATURES: all of its functions are changed or none; the first that does not fit says why."""
+    """Return the row of a feature in the table FEATURES.
+
+    holmes changes all functions of a feature, or none. So the row shows the state of the function that fits
+    worst, with the reason.
+
+    Args:
+        fits: How each function of the feature fits the installed framework.
+    """
     worst = min(fits, key=lambda fit: ("off", "unknown", "fits", "other version").index(fit.state))
     feature = worst.patch.feature
     state = worst.state

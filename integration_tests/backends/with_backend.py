@@ -4,8 +4,8 @@
 
 BACKEND is what init_process_group receives, e.g. "nccl2" or "cpu:gloo,cuda:nccl2".
 
-OTHER_DEVICES is 1 or 0. With 1, each rank uses the GPU after the one with the number LOCAL_RANK, and passes
-it to init_process_group as device_id. A job that chooses its GPUs itself does so.
+OTHER_DEVICES is 1 or 0. With 1, each rank uses another GPU than the one with the number LOCAL_RANK, and
+passes it to init_process_group as device_id, like a job that assigns GPUs to ranks in its own way.
 """
 
 import os

@@ -125,9 +125,9 @@ def _default_group_bound_to(device: Any) -> Iterator[None]:
 def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
     """Make process groups for the pairs of neighbouring pipeline stages that this rank is in.
 
-    All ranks of the pipeline must call this function. Either all pairs get a group, or none. If only some
-    pairs had one, the first message of another pair would make the communicator of the whole pipeline. It
-    would wait for all stages, but stages that only use groups of pairs would never come.
+    All ranks of the pipeline must call this function. Either all pairs get a group, or none. Otherwise the
+    job could hang: NCCL makes the communicator of the pipeline's group at its first message, and waits for
+    all stages of the pipeline. A stage whose messages all use groups of pairs does not take part.
 
     Args:
         group: The process group of the pipeline.

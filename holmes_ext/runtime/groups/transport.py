@@ -1,9 +1,10 @@
-"""Network of a process group: the NIC that the plan assigns to the group's ranks.
+"""Tells gloo and NCCL which network a new process group must use, as the plan has decided.
 
-    gloo   binds to the interface in GLOO_SOCKET_IFNAME when the group is made.
-    NCCL   reads the network ("IB", which stands for RoCE too, or "Socket") from the group's own options
-           (config.net_name). NCCL reads once in a process which HCAs and which interface these names mean,
-           so holmes sets these variables before the first communicator.
+    gloo   uses the interface that the environment variable GLOO_SOCKET_IFNAME names when the group is made.
+    NCCL   uses the network that config.net_name in the group's options names: "IB" (InfiniBand or RoCE) or
+           "Socket" (Ethernet). Environment variables say which NICs these names mean (NCCL_IB_HCA,
+           NCCL_SOCKET_IFNAME). NCCL reads them once, so node_environment() sets them before the first
+           communicator of the process.
 
 A communicator cannot use RDMA and sockets at the same time (NVIDIA/nccl#878), so the whole group has one
 network.
