@@ -92,8 +92,10 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     built_plan = build_plan(site, random_sites.sizes(rng, site.world_size))
     plan = parse_plan(built_plan.to_json(), built_plan.source)
     # Holmes passes the name of NCCL's network in options of the NCCL backend. Here it passes the bare name.
-    monkeypatch.setattr(
-        torch_groups, "_nccl_options", lambda current, ranks, *_: current.transport(ranks, "nccl").net_name)
+    def net_name(current, ranks, *others):
+        return current.transport(ranks, "nccl").net_name
+
+    monkeypatch.setattr(torch_groups, "planned_nccl_options", net_name)
     # Would communicate with other ranks.
     monkeypatch.setattr(torch_groups, "agree_on_patches", lambda *_, **__: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

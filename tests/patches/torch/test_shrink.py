@@ -172,8 +172,8 @@ def test_a_shrunk_nccl_group_gets_options_for_its_ranks(current, monkeypatch):
 
     monkeypatch.setattr(shrink, "backend_of", lambda group: "nccl-legacy")
     monkeypatch.setattr(shrink, "options_of", lambda group: "former options")
-    monkeypatch.setattr(shrink, "_nccl_options", nccl_options)
-    monkeypatch.setattr(shrink, "_record", lambda *arguments: None)
+    monkeypatch.setattr(shrink, "planned_nccl_options", nccl_options)
+    monkeypatch.setattr(shrink, "record_group", lambda *arguments: None)
     shrink_group(current, ranks_to_exclude=[2], group=Group([0, 1, 3]), pg_options="program's options")
     assert arguments_of_nccl_options == [((0, 1), "program's options", "former options")]
     ((_positional, keywords),) = current.calls
