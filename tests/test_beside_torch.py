@@ -5,9 +5,9 @@ The packages are tiny wheels that the tests write, and pip uses no network.
 
 import subprocess
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
-import pip
 import pytest
 import venvs
 
@@ -37,7 +37,10 @@ class Environment:
             write_wheel(self.wheels, "torch", version)
         self.python = venvs.make(folder / "environment")
         (site_packages,) = (folder / "environment").glob("lib/*/site-packages")
-        (site_packages / "pip").symlink_to(Path(pip.__file__).parent)  # takes seconds to install
+        # A link, because installing pip takes seconds. pip is not imported: setuptools could not be imported
+        # afterwards, in any test of this process.
+        pip_folder = Path(find_spec("pip").origin).parent
+        (site_packages / "pip").symlink_to(pip_folder)
         self.environ = {**venvs.clean_environ(), "PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1",
                         "PIP_FIND_LINKS": str(self.wheels)}  # fmt: skip
         self.run("-m", "pip", "install", "-q", "torch==2.15.0")
