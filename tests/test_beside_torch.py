@@ -5,7 +5,7 @@ The packages are tiny wheels that the tests write, and pip uses no network.
 
 import subprocess
 import zipfile
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,9 @@ class Environment:
             write_wheel(self.wheels, "torch", version)
         self.python = venvs.make(folder / "environment")
         (site_packages,) = (folder / "environment").glob("lib/*/site-packages")
-        # A link, because installing pip takes seconds. pip is not imported: setuptools could not be imported
-        # afterwards, in any test of this process.
-        pip_folder = Path(find_spec("pip").origin).parent
+        # A link, because installing pip takes seconds. pip is neither imported nor searched for: setuptools
+        # could not be imported afterwards, in any test of this process (_distutils_hack).
+        pip_folder = Path(distribution("pip").locate_file("pip"))
         (site_packages / "pip").symlink_to(pip_folder)
         self.environ = {**venvs.clean_environ(), "PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1",
                         "PIP_FIND_LINKS": str(self.wheels)}  # fmt: skip
