@@ -1,4 +1,4 @@
-"""One rank of a job whose process groups get their names in different ways.
+"""Script of one rank that makes process groups with and without a description (group_desc).
 
 Every group is used once, except "never used".
 """

@@ -44,7 +44,7 @@ def read(directory: Path) -> list[Communicator]:
         last_name = {record["communicator"]: record["group"] for record in records[rank] if record["group"]}
         for record in records[rank]:
             name = record["communicator"]
-            if "members" not in record:  # the line only tells a new name
+            if "members" not in record:  # this line has only a new name for a communicator
                 continue
             if name in found and found[name].group:
                 continue

@@ -31,14 +31,9 @@ def backend_of(group: Any = None, device_type: str = "") -> str:
     return backend_named(dist.get_backend(group), device_type)
 
 
-def group_traits(group: Any = None, device_type: str = "") -> BackendTraits:
-    """Return the row of the backend table for a group.
-
-    Args:
-        group: The process group; None for the group of all ranks.
-        device_type: "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
-    """
-    return traits_of(backend_of(group, device_type))
+def group_traits(group: Any) -> BackendTraits:
+    """Return the row of the backend table for a process group."""
+    return traits_of(backend_of(group))
 
 
 def group_ranks(group: Any) -> list[int]:
@@ -95,7 +90,7 @@ def options_of(group: Any) -> Any:
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Return the timeout of a group's collectives; None if the backend does not tell it."""
+    """Return the timeout of a group's collectives; None if its backend has no options to read it from."""
     return getattr(options_of(group), "_timeout", None)
 
 

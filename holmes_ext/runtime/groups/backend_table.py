@@ -39,17 +39,17 @@ class Connect(Enum):
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """What holmes must know of one backend."""
+    """Row of the backend table: one backend, its network API, devices and communicators."""
 
     name: str
     network_api: str  # VERBS or SOCKETS; "" if the backend chooses its networks itself
     device_type: str = ""  # of its tensors: "cuda"; "" if it takes tensors on both CPU and GPU
     is_nccl: bool = False  # takes ProcessGroupNCCL.Options, and runs its operations on CUDA streams
     # The implementation of NCCL's backend that is new in torch 2.14. It names a communicator after its group.
-    # A synchronous operation returns a Work, whose wait() waits for nothing. (nccl-legacy returns none.)
+    # Its synchronous operations return a Work whose wait() returns at once; those of nccl-legacy return None.
     is_nccl2: bool = False
     connects: Connect = Connect.WITH_GROUP
-    has_pair_communicators: bool = False  # messages between two ranks use a communicator of their own
+    has_pair_communicators: bool = False  # each pair of ranks that exchange messages has a communicator
     is_known: bool = True  # False: another package registered the backend
 
 

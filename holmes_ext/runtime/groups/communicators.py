@@ -22,9 +22,9 @@ from holmes_ext.runtime.groups.backend_table import Connect, traits_of
 
 
 class _State:
-    """Whether the groups that are made now get their communicators later."""
+    """State of this process that postponed() changes."""
 
-    postpones: bool = False
+    postpones: bool = False  # whether the communicators of new groups are postponed
 
 
 _state = _State()

@@ -101,7 +101,11 @@ def _gloo_transport(
 def _nccl_transport(
     planned: Transport, here: Node, net_name: str, fabrics: Mapping[str, Fabric]
 ) -> Transport:
-    """Return the transport of an NCCL group whose options have `net_name` ("" if they have none)."""
+    """Return the transport of an NCCL group.
+
+    Args:
+        net_name: NCCL's name of the network in the group's options; "" if they have none.
+    """
     if not net_name or not planned.net_name or net_name == planned.net_name:
         return planned
     for port in here.ports:

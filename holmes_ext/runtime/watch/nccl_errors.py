@@ -96,14 +96,9 @@ def register_abort_hook(group: Any) -> None:
 
     Groups whose backend has no abort hooks, and groups without a backend for CUDA tensors, stay as they are.
     """
-    import torch
-
-    cuda = torch.device("cuda")
-    if cuda not in getattr(group, "_device_types", ()):
-        return
-    backend = group._get_backend(cuda)
+    backend = _cuda_backend(group)
     register = getattr(backend, "register_abort_hook", None)
-    if register is None:  # torch before 2.14
+    if register is None:  # torch before 2.14, or there is no backend for CUDA tensors
         return
     try:
         register(_HOOK_ID, _run_abort_hook)
@@ -158,13 +153,22 @@ def _unregister_abort_hooks() -> None:
 
 def cuda_backends() -> Iterator[tuple[Any, Any]]:
     """Yield (process group, backend) for each group of this rank that has a backend for CUDA tensors."""
-    import torch
     import torch.distributed as dist
 
-    cuda = torch.device("cuda")
     if not dist.is_initialized():
         return
     # The list is a copy, since another thread of the program may add groups during the iteration.
     for group in list(dist.distributed_c10d._world.pg_map):
-        if cuda in getattr(group, "_device_types", ()):
-            yield group, group._get_backend(cuda)
+        backend = _cuda_backend(group)
+        if backend is not None:
+            yield group, backend
+
+
+def _cuda_backend(group: Any) -> Any:
+    """Return a process group's backend for CUDA tensors; None if it has none."""
+    import torch
+
+    cuda = torch.device("cuda")
+    if cuda not in getattr(group, "_device_types", ()):
+        return None
+    return group._get_backend(cuda)
