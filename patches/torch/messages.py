@@ -21,8 +21,9 @@ from holmes_ext.runtime.groups.backend_table import traits_of
 from holmes_ext.runtime.groups.members import pair_group
 from holmes_ext.runtime.session import Session
 
-#: Process group -> global rank of a peer -> process group of this rank and the peer.
-_pair_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+#: Process group -> global rank of a peer -> process group of this rank and the peer; None if their messages
+#: stay on the first group. This is decided once for each peer, because a job sends many messages.
+_pair_groups: weakref.WeakKeyDictionary[Any, dict[int | None, Any]] = weakref.WeakKeyDictionary()
 
 
 @with_session
@@ -79,6 +80,21 @@ def _group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
     import torch.distributed as dist
 
     group = group or dist.group.WORLD
+    groups_by_peer = _pair_groups.setdefault(group, {})
+    if peer not in groups_by_peer:
+        groups_by_peer[peer] = _new_group_of_pair(current, group, peer)
+    return groups_by_peer[peer]
+
+
+def _new_group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
+    """Make the process group of this rank and a peer, if they have a faster network than `group`.
+
+    Args:
+        peer: Global rank of the peer; None if this rank receives from any rank.
+
+    Returns:
+        None if the messages must stay on `group`.
+    """
     backend = backend_of(group)
     if not traits_of(backend).has_pair_communicators:
         return None  # only nccl-lazy has them; with other backends, torch uses the communicator of the group
@@ -89,10 +105,7 @@ def _group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
     network_of_group = current.fabric_of(group_ranks(group), backend)
     if network_of_pair == network_of_group:
         return None  # torch's own communicator of the pair uses this network, too
-    groups_by_peer = _pair_groups.setdefault(group, {})
-    if peer not in groups_by_peer:
-        groups_by_peer[peer] = pair_group(pair, "messages", group)
-    return groups_by_peer[peer]
+    return pair_group(pair, "messages", group)
 
 
 _C10D = "torch.distributed.distributed_c10d"

@@ -95,6 +95,22 @@ def test_other_backends_are_not_changed(wrapper, two_clusters, monkeypatch):
     assert two_clusters == []
 
 
+@BOTH
+def test_the_group_is_chosen_once_for_each_peer(wrapper, monkeypatch):
+    """A job may send many messages in each step, so the backend is not read for every one."""
+    reads = []
+
+    def backend_of(group):
+        reads.append(group)
+        return "nccl2"
+
+    monkeypatch.setattr(messages, "backend_of", backend_of)
+    group = Group()
+    for _ in range(3):
+        assert arguments_of(wrapper, "tensor", 1, group) == {"peer": 1, "group": group}
+    assert len(reads) == 1
+
+
 def test_a_message_from_any_rank_stays_on_the_group(two_clusters):
     group = Group()
     received = arguments_of(messages._receive_over_pair_group, "tensor", None, group)
