@@ -10,7 +10,7 @@
 # make gpu    CUDA and NCCL without a GPU: the tests of emulated GPUs, in an environment of their own (.venv-gpu, 6 GB)
 # make gpu-next  one test file of each engine over NCCL, as in `make gpu`, on a newer torch (NEXT_TORCH) in an environment of
 #             its own (.venv-gpu215, 6 GB). GPU_NEXT=FOLDER: an environment that exists, with torch, requirements/gpu.txt and
-#             this tree (pip install --no-deps -e .) in it
+#             this tree (pip install --no-deps -e . -e ./lab) in it
 # make nccl   what only a GPU can show; writes nccl-report.json to send back (two nodes: NODE=0 or 1, MASTER_ADDR, CLUSTER)
 # make physical  the tests that `make gpu` runs over NCCL, too, on one physical GPU that all ranks share (root; BIN as for nccl;
 #             after make gpu-libraries, for the lab's network plugin)
@@ -105,7 +105,7 @@ gpu-libraries: tools .venv-gpu
 gpu-next: tools $(if $(filter $(NEXT_VENV),$(GPU_NEXT)),$(NEXT_VENV)/installed)
 	@cd / && $(abspath $(GPU_NEXT))/bin/python -c 'import sys, holmes_ext; sys.exit(holmes_ext.__path__[0] != sys.argv[1])' \
 	   $(CURDIR)/holmes_ext 2>/dev/null || { echo "make: $(GPU_NEXT) does not have the holmes_ext of this folder:" \
-	   "$(GPU_NEXT)/bin/python -m pip install --no-deps -e ." >&2; exit 1; }
+	   "$(GPU_NEXT)/bin/python -m pip install --no-deps -e . -e ./lab" >&2; exit 1; }
 	@$(GPU_NEXT)/bin/python -m holmes_ext.cli.main lab build --python $(GPU_NEXT)/bin/python
 	@mkdir -p $(RESULTS); export HOLMES_TEST_CARRIER=nccl HOLMES_TEST_FULL=$${HOLMES_TEST_FULL:-1}; \
 	$(call PYTEST,$(GPU_NEXT)/bin/python,gpu-next) $(ON_NEXT) $(PYTEST_ARGS)
@@ -194,7 +194,7 @@ old-versions: tools .venv
 
 .venv: $(STAMP)
 
-$(STAMP): requirements/torch.txt requirements/dev.txt requirements/no-deps.txt requirements/constraints.txt setup.py pyproject.toml holmes_ext.pth
+$(STAMP): requirements/torch.txt requirements/dev.txt requirements/no-deps.txt requirements/constraints.txt setup.py pyproject.toml lab/pyproject.toml holmes_ext.pth
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "make: holmes_ext needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "make: python has no venv: apt-get install python3-venv" >&2; exit 1; }
 	@echo "make: installing the pinned versions into .venv (some minutes, once)"
@@ -202,14 +202,14 @@ $(STAMP): requirements/torch.txt requirements/dev.txt requirements/no-deps.txt r
 	@$(PIP) -c requirements/constraints.txt -r requirements/torch.txt $(TORCH_ARGS)
 	@$(PIP) -c requirements/constraints.txt -r requirements/dev.txt
 	@$(PIP) --no-deps -r requirements/no-deps.txt
-	@$(PIP) --no-deps -e .
+	@$(PIP) --no-deps -e . -e ./lab
 	@$(call IMPORT_ONCE,$(BIN))
 	@touch $@
 
 .venv-gpu: $(GPU_STAMP)
 
 # pip's own index, and no folder of wheels: there may be a build for the CPU in it. TORCH_GPU_ARGS for another index.
-$(GPU_STAMP): requirements/torch.txt requirements/gpu.txt requirements/constraints.txt setup.py pyproject.toml holmes_ext.pth
+$(GPU_STAMP): requirements/torch.txt requirements/gpu.txt requirements/constraints.txt setup.py pyproject.toml lab/pyproject.toml holmes_ext.pth
 	@echo "make: installing the CUDA build of torch and what runs on it into .venv-gpu (5 GB of disk, 2 to 10 minutes, once)"
 	@$(PYTHON) -m venv .venv-gpu
 	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(GPU_PIP) -r requirements/torch.txt $(TORCH_GPU_ARGS)
@@ -217,20 +217,20 @@ $(GPU_STAMP): requirements/torch.txt requirements/gpu.txt requirements/constrain
 	   $$(echo .venv-gpu/lib/python3*/site-packages/torch/version.py)
 	@DS_BUILD_OPS=0 $(GPU_BIN)/python requirements/beside_torch.py -c requirements/constraints.txt -c requirements/dev.txt \
 	   -r requirements/gpu.txt
-	@$(GPU_PIP) --no-deps -e .
+	@$(GPU_PIP) --no-deps -e . -e ./lab
 	@$(call IMPORT_ONCE,$(GPU_BIN))
 	@touch $@
 
 NEXT_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEXT_VENV)/bin/python -m pip install -qq --no-input --no-compile
 
 # Without pip's configuration, which may have a constraint for an older torch.
-$(NEXT_VENV)/installed: requirements/gpu.txt requirements/constraints.txt requirements/beside_torch.py setup.py pyproject.toml holmes_ext.pth
+$(NEXT_VENV)/installed: requirements/gpu.txt requirements/constraints.txt requirements/beside_torch.py setup.py pyproject.toml lab/pyproject.toml holmes_ext.pth
 	@echo "make: installing torch $(NEXT_TORCH) and what runs on it into $(NEXT_VENV) (6 GB of disk, 2 to 10 minutes, once)"
 	@$(PYTHON) -m venv $(NEXT_VENV)
 	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(NEXT_PIP) torch==$(NEXT_TORCH) $(TORCH_GPU_ARGS)
 	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= DS_BUILD_OPS=0 $(NEXT_VENV)/bin/python requirements/beside_torch.py \
 	   -c requirements/constraints.txt -c requirements/dev.txt -r requirements/gpu.txt
-	@$(NEXT_PIP) --no-deps -e .
+	@$(NEXT_PIP) --no-deps -e . -e ./lab
 	@$(call IMPORT_ONCE,$(NEXT_VENV)/bin)
 	@touch $@
 

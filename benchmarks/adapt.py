@@ -40,12 +40,12 @@ import torch
 from edges import ENGINES, two
 from emulated import emulated_gpus, forward_s
 from harness import Row, Runs, chosen, finish, kept, parser, tell, write
+from holmes_lab import interleave
+from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from two_clusters import ratio_row
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from carriers import LESS_MEMORY  # noqa: E402

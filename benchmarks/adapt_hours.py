@@ -21,18 +21,18 @@ from typing import Any
 from adapt_simulated import FIXED, half_mbps, step_of
 from harness import Row
 
+from holmes_ext.adapt.reductions import in_two_levels
+from holmes_ext.adapt.window import Stage
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.options import Options
-from holmes_ext.plan.adapt_sums import in_two_levels
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import Reduction
-from holmes_ext.runtime.adapt.window import Stage
+from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.step import simulate
 from holmes_ext.runtime.session import DoneReduction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

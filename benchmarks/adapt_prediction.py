@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from harness import Row, Runs
+from holmes_lab.compare import Variant
 
+from holmes_ext.adapt.pipeline import partition_s
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab.compare import Variant
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
-from holmes_ext.plan.adapt import partition_s
 from holmes_ext.plan.build import build_plan, costs_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices

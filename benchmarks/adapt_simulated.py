@@ -1,6 +1,6 @@
 """A job that learns by real threads and votes, whose steps are simulated: adapt.py's "simulated n".
 
-A step is plan/simulate/step.py's of two stages, by the micro-batches that the job has in flight; its ranks
+A step is planner/simulate/step.py's of two stages, by the micro-batches that the job has in flight; its ranks
 are told of passes and messages as their recorders would be, and the clock is the simulation's. So what is
 counted is how soon the plan follows, not what the machine does besides.
 """

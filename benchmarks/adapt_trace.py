@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import Row, Runs
-
-from holmes_ext.lab import Lab
-from holmes_ext.lab.compare import Variant
+from holmes_lab import Lab
+from holmes_lab.compare import Variant
 
 
 @dataclass(frozen=True)

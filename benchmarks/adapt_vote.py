@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from harness import Row
+from holmes_lab import Lab
 
-from holmes_ext.lab import Lab
+from holmes_ext.adapt.deciding import Deciding, change_of
+from holmes_ext.adapt.vote import TAKE, Boundary, Vote
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.adapt.deciding import Deciding, change_of
-from holmes_ext.runtime.adapt.vote import TAKE, Boundary, Vote
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness import Row, finish, parser, tell, write
+from holmes_lab import Lab, interleave
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab, interleave
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 KINDS = ("off", "flat", "bf16", "int8")
 #: Ways that send what "off" sends: only rounding sets them apart.

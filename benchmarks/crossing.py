@@ -26,15 +26,15 @@ from pathlib import Path
 from edges import medians, predicted_step, prediction_rows
 from emulated import forward_s
 from harness import Row, chosen, finish, kept, parser, tell, toml
+from holmes_lab import interleave
+from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.samples import examples
 
 #: Engine -> its example, the flag for stages, what the emulated accelerator paces, the feature of tied
 #: weights.

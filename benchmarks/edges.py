@@ -14,7 +14,7 @@ many in flight as the mean stage's pace needs are quicker than the slowest's, he
 Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in excess of the same
 with a free edge (where the pipeline fills, everybody waits).
 
-Predicted: plan/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that the
+Predicted: planner/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that the
 calibration of benchmarks/prediction_links.py found, which was made on the same machine. Rows of other scenes
 that FILE has already are kept, so that it can be made in parts; --predict measures nothing and predicts anew
 what FILE has.
@@ -32,24 +32,24 @@ from pathlib import Path
 
 from emulated import even_costs, forward_s
 from harness import Row, chosen, finish, kept, parser, tell, toml
+from holmes_lab import interleave
+from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from prediction import CORES, TRAITS, Measured, calibrate
 from prediction_links import STORE
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.step import simulate
 from holmes_ext.report.figures import summarize
 from holmes_ext.report.files import load
+from holmes_ext.samples import examples
 
 LAYERS, HIDDEN, SEQUENCE = 6, 64, 128
 MODEL = f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1".split()

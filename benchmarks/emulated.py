@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from holmes_ext.lab.emulate.accelerator import Config, Pacer
-from holmes_ext.lab.gpu.job import GpuClock, Gpus
-from holmes_ext.lab.gpu.libraries import libraries
+from holmes_lab.emulate.accelerator import Config, Pacer
+from holmes_lab.gpu.job import GpuClock, Gpus
+from holmes_lab.gpu.libraries import libraries
+
 from holmes_ext.plan.cost.stages import StageCosts
 
 

@@ -20,13 +20,13 @@ from harness import Row, chosen, finish, parser, tell
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.experts.places import Places, places_of
-from holmes_ext.plan.experts.program import EPLB, IDENTITY, Answer, Placed, solve
-from holmes_ext.plan.experts.traffic import RANK, Counts
+from holmes_ext.plan.experts import RANK, Counts
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.experts.places import Places, places_of
+from holmes_ext.planner.experts.program import EPLB, IDENTITY, Answer, Placed, solve
+from holmes_ext.samples import examples
 
 SITES = {"two_clusters_8": 8, "three_clusters_8": 8, "two_clusters_3_5": 8, "three_links_6": 6,
          "eight_cities_64": 64, "four_us_regions_64": 64}

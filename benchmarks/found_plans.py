@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import Row, finish, parser, tell
+from holmes_lab import interleave
+from holmes_lab.compare import Variant, compare
 from prediction import Measured, cluster_file
 from prediction_links import STORE
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Variant, compare
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 HEADS, SEQUENCE, VOCABULARY, STEPS, SKIP = 4, 16, 256, 6, 2
 MODEL = """version = 1

@@ -29,12 +29,12 @@ from pathlib import Path
 
 from emulated import emulated_gpus
 from harness import Row, chosen, finish, kept, parser, tell, write
+from holmes_lab import Lab
+from holmes_lab.cores import core_times
+from holmes_lab.gpu.build import VARIABLE as CACHE
+from holmes_lab.gpu.libraries import libraries
 
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.lab import Lab
-from holmes_ext.lab.cores import core_times
-from holmes_ext.lab.gpu.build import VARIABLE as CACHE
-from holmes_ext.lab.gpu.libraries import libraries
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name)

@@ -24,7 +24,7 @@ eight ranks on this machine's two cores is a smaller part of a step. (The rows o
 cores were.) All four scenes take half an hour.
 
 The steps of stock and holmes are also predicted, except for Megatron-LM, by the simulator in
-plan/simulate/step.py. One number is fitted for each framework: the seconds of software for a transformer
+planner/simulate/step.py. One number is fitted for each framework: the seconds of software for a transformer
 block. It is chosen so that the predicted step of all-RDMA equals the measured one.
 """
 
@@ -41,20 +41,20 @@ from pathlib import Path
 
 from emulated import emulated_gpus, even_costs, forward_s
 from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_missing, write
+from holmes_lab import interleave
+from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference, tuned
 from prediction import CORES, TRAITS
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference, tuned
-from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import stock_fabric
-from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.step import simulate
+from holmes_ext.samples import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests",

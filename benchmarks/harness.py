@@ -25,10 +25,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from holmes_lab.cores import BOUND, BOUND_TEXT
 from rich.console import Console
 from rich.table import Table
-
-from holmes_ext.lab.cores import BOUND, BOUND_TEXT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 # The benchmarks import these functions from here, so that only this module changes sys.path.

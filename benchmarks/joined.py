@@ -41,10 +41,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import Row, Runs, chosen, finish, kept, parser, write
+from holmes_lab import Lab
+from holmes_lab.joined import CLUSTERS, FLOPS, NODES, TOKENS, coordinator, join_flags, start
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
-from holmes_ext.lab.joined import CLUSTERS, FLOPS, NODES, TOKENS, coordinator, join_flags, start
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ import torch
 from harness import Row, Runs, finish, kept, parser, tell, write
 from torch.nn import functional as F
 
-from holmes_ext.lab.samples import examples
-from holmes_ext.runtime.outer.orthogonal import Matrices
-from holmes_ext.runtime.outer.rounds.codecs import codec_of, residual_dtype
-from holmes_ext.runtime.outer.settings import OuterSettings, parse_outer
-from holmes_ext.runtime.outer.shards.ownership import fragment_cuts
-from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights
+from holmes_ext.join.orthogonal import Matrices
+from holmes_ext.join.rounds.codecs import codec_of, residual_dtype
+from holmes_ext.join.settings import OuterSettings, parse_outer
+from holmes_ext.join.shards.ownership import fragment_cuts
+from holmes_ext.join.shards.weights import Part, Tensor, Weights
+from holmes_ext.samples import examples
 
 sys.path.insert(0, str(examples() / "plain_torch"))
 from train import GPT, topics  # noqa: E402

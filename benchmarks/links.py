@@ -23,11 +23,11 @@ from pathlib import Path
 
 import links_across
 from harness import Row, chosen, finish, parser, tell
+from holmes_lab import Lab
+from holmes_lab.measure import CrossingRow, flood, measure
+from holmes_lab.network.crossing import TUNED
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
-from holmes_ext.lab import Lab
-from holmes_ext.lab.measure import CrossingRow, flood, measure
-from holmes_ext.lab.network.crossing import TUNED
 
 #: Rates in Mb/s, latencies in ms: unequal, one uplink that several links share.
 SITE = {("a", "b"): (500, 10), ("a", "c"): (200, 40), ("b", "c"): (100, 2)}

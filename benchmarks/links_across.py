@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import Row, tell
+from holmes_lab import Lab
+from holmes_lab.compare import tuned
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import Lab
-from holmes_ext.lab.compare import tuned
-from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.across import CrossClusterAlgorithm
 from holmes_ext.plan.cost.network import Network
@@ -30,6 +29,7 @@ from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.placement.place import place
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS
+from holmes_ext.samples import examples
 
 BYTES = 10 * 2**20
 TODAY, FLAT, PLANNED = "two levels, directly (no links known)", "flat ring", "as the plan has it"

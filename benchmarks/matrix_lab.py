@@ -25,12 +25,12 @@ from pathlib import Path
 import stacks
 import two_clusters
 from harness import checkouts_folder
+from holmes_lab import Lab, interleave
+from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from matrix_rows import SCENES
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab, interleave
-from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Micro-batches of 2 + 2: of 8 even a network that is fast everywhere makes a step 1.59 x as fast.

@@ -46,7 +46,7 @@ class Row:
 #: Tests that weights or losses equal those of stock (the job without holmes), for each feature of holmes for
 #: torch: NICs, DDP, FSDP, pipelining, joined jobs and telemetry.
 TORCH_TESTS = ("tests/patches/torch", "tests/runtime/measure/test_telemetry.py",
-               "tests/runtime/outer/test_stacks_of_torch.py",
+               "tests/join/test_stacks_of_torch.py",
                "integration_tests/stacks/test_trainer_joined.py::test_trainers_read_different_parts",
                "integration_tests/stacks/test_pipelining.py::test_losses_are_stock_s[breadth first]")
 #: The same for users' scripts on emulated clusters, and tests of the bytes between the clusters.

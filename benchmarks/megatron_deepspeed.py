@@ -50,16 +50,16 @@ import edges
 from edges import predicted_step
 from emulated import forward_s
 from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_missing
+from holmes_lab import Lab, interleave
+from holmes_lab.compare import Series, Variant, all_rdma, max_loss_difference
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import Lab, interleave
-from holmes_ext.lab.compare import Series, Variant, all_rdma, max_loss_difference
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.samples import examples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests" / "megatron_deepspeed"))
 from job import Checkout, byte_vocabulary, read_log  # noqa: E402

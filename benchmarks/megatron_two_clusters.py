@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 from harness import Row, chosen, finish, parser, tell
+from holmes_lab import interleave
+from holmes_lab.compare import Variant, all_rdma, compare, max_loss_difference
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Variant, all_rdma, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 #: Imported once for each cluster: eight ranks would take half a minute over it on two cores. The first one
 #: serves machines without CUDA.

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from compression import curves, draw, rows
 from harness import finish, parser, toml
+from holmes_lab import Lab
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 KINDS = ("off", "nudged", "bf16", "int8")
 #: 0.23 M parameters; 1024 bytes of text in a step.

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holmes_ext.runtime.outer.algorithms import ALGORITHMS, DiLoCo
-from holmes_ext.runtime.outer.orthogonal import Matrices
+from holmes_ext.join.algorithms import ALGORITHMS, DiLoCo
+from holmes_ext.join.orthogonal import Matrices
 
 EPSILON, SECOND_BETA = 1e-3, 0.95
 

@@ -37,23 +37,23 @@ import prediction
 from edges import BUFFER_BYTES
 from emulated import forward_s
 from harness import Row, finish, kept, parser, tell
+from holmes_lab import interleave
+from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from prediction import CORES, TRAITS, Measured
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import StageCosts, predict
+from holmes_ext.plan.partition import METHODS
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile, load_profile, measured_costs
-from holmes_ext.plan.search.partition import METHODS
-from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.step import simulate
+from holmes_ext.samples import examples
 
 FLOPS = 1.43e9  # a block of hidden 192 on 16 tokens: 10 ms forward
 MODELS = {"8 layers": (8, 192), "12 layers": (12, 192), "16 layers": (16, 160)}  # layers, hidden

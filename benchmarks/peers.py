@@ -36,12 +36,12 @@ from typing import Any
 
 import torch
 from harness import Row, Runs, chosen, finish, kept, parser, tell, write
+from holmes_lab import Lab
+from holmes_lab.joined import CLUSTERS, await_, coordinator
+from holmes_lab.process.job import Job
 from peers_job import BATCH, SIZE, evaluate
 
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.lab import Lab
-from holmes_ext.lab.joined import CLUSTERS, await_, coordinator
-from holmes_ext.lab.process.job import Job
 
 JOB = str(Path(__file__).with_name("peers_job.py"))
 NODES = {"east": "a0", "west": "b0"}

@@ -30,17 +30,17 @@ from harness import Row, chosen, finish, parser, tell
 
 from holmes_ext.cluster.site import ETHERNET, Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab.samples import examples
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.placement.spread import Stages, spread
 from holmes_ext.plan.rules import Rules
-from holmes_ext.plan.search.result import Candidate, SearchResult
-from holmes_ext.plan.search.search import proven, search
-from holmes_ext.plan.search.simulated import timed
-from holmes_ext.plan.search.space import Limits
-from holmes_ext.plan.search.spreading import with_spread
+from holmes_ext.planner.search.result import Candidate, SearchResult
+from holmes_ext.planner.search.search import proven, search
+from holmes_ext.planner.search.simulated import timed
+from holmes_ext.planner.search.space import Limits
+from holmes_ext.planner.search.spreading import with_spread
+from holmes_ext.samples import examples
 
 CASES = {"datacenter_64": 0, "spot_64": 1, "two_universities_64": 2, "four_us_regions_64": 3,
          "eight_cities_64": 4}

@@ -1,4 +1,4 @@
-"""Predicted against measured step times: plan/simulate/step.py against real engines on emulated clusters, and
+"""Predicted against measured step times: planner/simulate/step.py against real engines on emulated clusters, and
 against the Holmes paper's bars.
 
     python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict]
@@ -30,15 +30,14 @@ from pathlib import Path
 
 from emulated import even_costs, forward_s
 from harness import Row, finish, parser, tell
+from holmes_lab import interleave
+from holmes_lab.compare import Variant, all_rdma, compare, tuned
 from prediction_hosts import measure_hosts
 from prediction_paper import paper_rows
 from prediction_recorded import recorded_rows
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Variant, all_rdma, compare, tuned
-from holmes_ext.lab.samples import examples
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.patches.torch.features import LOOP
@@ -46,9 +45,10 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import stock_fabric
-from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.step import simulate
+from holmes_ext.samples import examples
 
 STORE = Path(__file__).parent / "results" / "prediction_measured.json"
 STEPS, SKIP = 11, 3

@@ -17,9 +17,10 @@ from functools import partial
 from math import ceil
 from pathlib import Path
 
+from holmes_lab import interleave
+from holmes_lab.compare import tuned
+
 from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import tuned
 
 SIZE, SECONDS, REPETITIONS = 4 * 2**20, 0.8, 7
 #: Operations that are counted together (a fifth of so many where they are large).

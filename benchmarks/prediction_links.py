@@ -7,7 +7,7 @@ ms, unequal links, shared uplinks.
 Everything as in prediction.py, with the same calibration runs: nothing is tuned for these scenes. They have a
 store of their own, because CPU seconds are one machine's. Each cluster file is probed once in its lab; the
 links between clusters are taken as measured there. Nodes' TCP is tuned for long links
-(holmes_ext/lab/network/crossing.py): else a connection that was idle begins anew with a small window, and a
+(lab/holmes_lab/network/crossing.py): else a connection that was idle begins anew with a small window, and a
 message of 18 KiB takes 37 ms over a link of 20.
 """
 

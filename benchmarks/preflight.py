@@ -63,9 +63,9 @@ def rank_main(cluster: str, flag: str) -> None:
 
 def preflights(per_node: int, runs: int) -> list:
     from harness import tell, toml
+    from holmes_lab import Lab
 
     from holmes_ext.cluster.spec import load_spec
-    from holmes_ext.lab import Lab
 
     scene, times = f"{64 // per_node} nodes x {per_node}", {"on": [], "off": [], "preflight": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -175,11 +175,11 @@ def healthy_main(out: str, *command: str) -> None:
 
 def healthy_steps(cycles: int) -> list:
     from harness import Row, tell
+    from holmes_lab import Lab, interleave
     from two_clusters import SCENES, script
 
     from holmes_ext.cluster.spec import load_spec
-    from holmes_ext.lab import Lab, interleave
-    from holmes_ext.lab.samples import examples
+    from holmes_ext.samples import examples
 
     scene = next(scene for scene in SCENES if scene.name == "2+2")
     file = examples() / "clusters" / scene.file

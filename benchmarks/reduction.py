@@ -37,13 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from harness import Row, chosen, finish, parser, tell
+from holmes_lab import Lab, interleave
+from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from links_across import join_group, time_sums
 from megatron_two_clusters import PRELOAD as MEGATRON
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import Lab, interleave
-from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
 #: How much slower than the sample cluster a scene's networks are; its FLOP/s below are made slower by the

@@ -7,7 +7,7 @@
 twice as much, half of it the weights' gradient, which may wait. "each stage's": no stage holds more
 micro-batches than 1F1B does on it; "the fullest": each as many as 1F1B's fullest stage. NCCL: each edge's
 messages have one order (runtime/groups/receive_order.py), with gloo no message waits for its receiver. The
-bound is of every schedule (plan/passes/least.py).
+bound is of every schedule (planner/passes/least.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import schedules_lab
 from harness import Row, chosen, finish, kept, parser, tell
 
 from holmes_ext.plan.cost.pipeline import quickest_in_flight, walked_ends
-from holmes_ext.plan.passes.least import least_s
-from holmes_ext.plan.passes.schedule import Times
-from holmes_ext.plan.passes.solve import solved
+from holmes_ext.plan.passes import Times
+from holmes_ext.planner.passes.least import least_s
+from holmes_ext.planner.passes.solve import solved
 
 STAGES, PASS_S = 4, 0.02
 SCENES = {f"{ms} ms; {count} micro-batches": (ms / 1000, count)

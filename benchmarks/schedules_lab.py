@@ -15,23 +15,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import Row, tell
+from holmes_lab import interleave
+from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
-from holmes_ext.patches.launch_flags import launches
 from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.rules import rules_of
-from holmes_ext.plan.search.as_plan import plan_of
-from holmes_ext.plan.search.result import Candidate, SearchResult
-from holmes_ext.plan.search.simulated import in_passes, timed
-from holmes_ext.plan.search.space import Shape
+from holmes_ext.planner.launch_flags import launches
+from holmes_ext.planner.search.as_plan import plan_of
+from holmes_ext.planner.search.result import Candidate, SearchResult
+from holmes_ext.planner.search.simulated import in_passes, timed
+from holmes_ext.planner.search.space import Shape
+from holmes_ext.samples import examples
 
 SITE = """version = 2
 ethernet = {rate = "1Gb/s"}

@@ -19,18 +19,18 @@ from pathlib import Path
 import stacks_prediction as prediction
 from emulated import even_costs, forward_s
 from harness import Row, chosen, finish, parser, tell
+from holmes_lab import interleave
+from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from two_clusters import one_cluster_toml, ratio_row, step_rows
 
 from holmes_ext.cluster.site import ETHERNET, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
 from holmes_ext.patches.torch.features import DDP
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
+from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.step import simulate
+from holmes_ext.samples import examples
 
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
 #: 5.5 M parameters: 22 MB of gradients.

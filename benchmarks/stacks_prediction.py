@@ -1,4 +1,4 @@
-"""Predicted steps of benchmarks/stacks.py's scenes, by plan/simulate/step.py.
+"""Predicted steps of benchmarks/stacks.py's scenes, by planner/simulate/step.py.
 
 One number is fitted for each stack, to stock's step on one fast cluster, which is no scene of the prediction.
 Networks are as `holmes probe` measures them, and what a byte, a gathered one and a message cost the cores is
@@ -17,21 +17,21 @@ from pathlib import Path
 
 from emulated import even_costs, forward_s
 from harness import Row
+from holmes_lab import interleave
+from holmes_lab.compare import all_rdma
 from prediction import CORES, probe
 from prediction_hosts import measure_hosts, measure_optimizer, measure_software
 from two_clusters import one_cluster_toml
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import all_rdma
 from holmes_ext.patches.torch.features import DDP, LOOP
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import stock_fabric
-from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.step import simulate
 
 LAYERS, HIDDEN, SEQUENCE, BYTES = 6, 272, 16, 256
 #: DistributedDataParallel's bucket_cap_mb where none is given, and the limit of its first bucket then.

@@ -17,7 +17,7 @@ from harness import Row, finish, parser
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.search.partition import partition
+from holmes_ext.plan.partition import partition
 
 LAYERS, STAGES = 128, 64
 

@@ -20,12 +20,12 @@ import tempfile
 from pathlib import Path
 
 from harness import Row, chosen, finish, parser, tell
+from holmes_lab import interleave
+from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from two_clusters import SCENES, Scene, run, script
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Series, Variant, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 SMALL = """
 import sys, time, torch, torch.distributed as dist

@@ -3,7 +3,7 @@ bytes.
 
     python benchmarks/two_clusters.py --json FILE [--scenes 2+2,4+4,...] [--repetitions 5]
 
-Every scene runs its variants in turn (holmes_ext.lab.compare) on the emulated accelerator: layers sleep as
+Every scene runs its variants in turn (holmes_lab.compare) on the emulated accelerator: layers sleep as
 long as a GPU of the scene's FLOP/s would compute; DeepSpeed, gloo, the sockets and their limited rates are
 real.
 """
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import Row, chosen, finish, kept, parser, tell, write
+from holmes_lab import Lab, interleave
+from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import Lab, interleave
-from holmes_ext.lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 MODEL = "--hidden 288 --heads 4 --sequence 16 --micro-batch 1".split()
 HELLO = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(); d.destroy_process_group()"

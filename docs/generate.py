@@ -41,7 +41,7 @@ from holmes_ext.patches.megatron.command_line import flags as megatron_flags
 from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
 from holmes_ext.plan import plan
 from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.search import search
+from holmes_ext.planner.search import search
 from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.watch.metrics import FAMILIES
 

@@ -231,6 +231,6 @@ def model_error() -> str:
 
 
 def model_error_file() -> str:
-    """holmes_ext/plan/search/model_error.json."""
+    """holmes_ext/planner/search/model_error.json."""
     scene, value = worst_error()
     return json.dumps({"worst_error": value, "scene": scene}, indent=1) + "\n"

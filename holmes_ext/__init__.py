@@ -20,9 +20,9 @@ _HOMES = {
     "disable": "holmes_ext.job",
     "enable": "holmes_ext.job",
     "enable_on_nodes": "holmes_ext.job",
-    "joined_state_dict": "holmes_ext.runtime.outer.training",
-    "load_joined_state_dict": "holmes_ext.runtime.outer.training",
-    "place_experts": "holmes_ext.plan.experts.program",
+    "joined_state_dict": "holmes_ext.join.training",
+    "load_joined_state_dict": "holmes_ext.join.training",
+    "place_experts": "holmes_ext.planner.experts.program",
     "step_done": "holmes_ext.runtime.measure.telemetry",
 }
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from holmes_ext import banner, patches
 from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.join import training
+from holmes_ext.join.patches import torch as joined
 from holmes_ext.options import Options, from_environment, options_from, parse_flags
 from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
@@ -22,12 +24,11 @@ from holmes_ext.patches.megatron.command_line.describe import (
     overlaps,
     sizes_from_arguments,
 )
-from holmes_ext.patches.torch import fsdp, joined
+from holmes_ext.patches.torch import fsdp
 from holmes_ext.patches.traits import engine_of
-from holmes_ext.plan.experts.traffic import load_order
+from holmes_ext.plan.experts import load_order
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.outer import training
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.rank import Request, start
 from holmes_ext.runtime.watch import failure, metrics, start_stop

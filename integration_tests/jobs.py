@@ -1,6 +1,6 @@
 """Helpers of the integration tests: start training jobs on emulated clusters and read their output.
 
-The clusters are emulated by the lab (holmes_ext.lab): each node is a network namespace of this machine. The
+The clusters are emulated by the lab (holmes_lab): each node is a network namespace of this machine. The
 helpers read what a job prints, its log of losses, and the bytes that each emulated NIC sent.
 """
 
@@ -17,13 +17,13 @@ from types import MappingProxyType
 
 import pytest
 from carriers import EMULATED, LESS_MEMORY, ON_GPUS, PHYSICAL, gpus
+from holmes_lab import Lab, interleave
+from holmes_lab.gpu.watcher import Watcher, wait_watched
 from packaging.version import Version
 from selection import full as full
 from selection import some as some
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.lab import Lab, interleave
-from holmes_ext.lab.gpu.watcher import Watcher, wait_watched
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration_tests" / "scripts"

@@ -5,9 +5,9 @@ import re
 
 import pytest
 from carriers import gloo_only
+from holmes_lab import Lab
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
 from holmes_ext.report.files import load
 from integration_tests.jobs import CLUSTER, ON_GPUS, ROOT, SCRIPTS, LabOf, losses, over_nccl, same
 

@@ -18,16 +18,15 @@ __all__ = [
 _MODULES = {
     "torch": (
         "groups", "messages", "late_start", "shrink", "torchcomms", "ddp", "fsdp", "passes", "pipelining",
-        "joined", "telemetry", "failures",
+        "telemetry", "failures",
     ),
     "deepspeed": (
-        "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "joined", "profile", "telemetry",
+        "p2p", "edges", "reduce", "two_level", "partition", "checkpoints", "profile", "telemetry",
     ),
     "lightning": ("ranks",),
-    "transformers": ("joined_data",),
     "megatron": (
         "unused", "core", "reduce.reduction", "reduce.gather", "reduce.tied", "p2p", "edges", "experts",
-        "joined", "profile", "flags", "megatron_lm", "telemetry",
+        "profile", "flags", "megatron_lm", "telemetry",
     ),
 }  # fmt: skip
 
@@ -35,6 +34,7 @@ _MODULES = {
 def all_patches() -> tuple[Patch, ...]:
     """Every patch that holmes knows. No framework is imported."""
     names = [f".{framework}.{module}" for framework, modules in _MODULES.items() for module in modules]
+    names += [f"holmes_ext.join.patches.{name}" for name in ("torch", "deepspeed", "transformers", "megatron")]
     return tuple(patch for name in names for patch in importlib.import_module(name, __name__).PATCHES)
 
 

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from holmes_lab.gpu import nccl_source
+from holmes_lab.gpu.build import cache_folder
+from holmes_lab.gpu.job import GpuClock, Gpus, of_stock
+from holmes_lab.gpu.libraries import advised_nccl, libraries
+from holmes_lab.gpu.torch_build import find_torch
+from holmes_lab.network.shaping import LabNode
 
 from holmes_ext.cluster.nccl import LAB_PLUGIN
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.gpu import nccl_source
-from holmes_ext.lab.gpu.build import cache_folder
-from holmes_ext.lab.gpu.job import GpuClock, Gpus, of_stock
-from holmes_ext.lab.gpu.libraries import advised_nccl, libraries
-from holmes_ext.lab.gpu.torch_build import find_torch
-from holmes_ext.lab.network.shaping import LabNode
 
 CARRIER = os.environ.get("HOLMES_TEST_CARRIER", "gloo")
 if CARRIER not in ("gloo", "nccl", "cuda"):

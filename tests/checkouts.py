@@ -208,7 +208,7 @@ def _nccl_folder(version: str | None) -> Path:
             which the environment variable HOLMES_NCCL_SOURCE may name.
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from holmes_ext.lab.gpu import nccl_source
+    from holmes_lab.gpu import nccl_source
 
     given = os.environ.get(nccl_source.VARIABLE)
     if given and version is None:

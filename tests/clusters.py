@@ -12,7 +12,7 @@ import re
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec, parse_spec
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 #: Two nodes with InfiniBand, two with RoCE; what most tests need.
 TWO = ("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b[0-1]")

@@ -1,7 +1,7 @@
 """A coordinator's rules and the jobs that talk to them, with a clock of our own: for tests."""
 
-from holmes_ext.runtime.outer.coordinator.reports import CheckedReport, Claim, DoneReport, Hello, ReadyReport
-from holmes_ext.runtime.outer.coordinator.rules import Coordinator
+from holmes_ext.join.coordinator.reports import CheckedReport, Claim, DoneReport, Hello, ReadyReport
+from holmes_ext.join.coordinator.rules import Coordinator
 
 TIMEOUT = 30.0
 SUM = 16 * "0"

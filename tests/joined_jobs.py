@@ -12,17 +12,17 @@ import torch
 from ranks import seeded
 from torch import nn
 
-from holmes_ext.runtime.outer.address import JoinAddress, JoinPlace, PortRange, incarnation_of, ticket
-from holmes_ext.runtime.outer.coordinator.server import CoordinatorServer
-from holmes_ext.runtime.outer.join import join
-from holmes_ext.runtime.outer.loop import OuterLoop, Record
-from holmes_ext.runtime.outer.peers.links import PeerLinks
-from holmes_ext.runtime.outer.peers.listening import open_port
-from holmes_ext.runtime.outer.peers.routes import Peer, RankIdentity, Routes
-from holmes_ext.runtime.outer.settings import OuterSettings
-from holmes_ext.runtime.outer.shards.weights import Part, Tensor, Weights, row_of
+from holmes_ext.join.address import JoinAddress, JoinPlace, PortRange, incarnation_of, ticket
+from holmes_ext.join.coordinator.server import CoordinatorServer
+from holmes_ext.join.join import join
+from holmes_ext.join.loop import OuterLoop, Record
+from holmes_ext.join.peers.links import PeerLinks
+from holmes_ext.join.peers.listening import open_port
+from holmes_ext.join.peers.routes import Peer, RankIdentity, Routes
+from holmes_ext.join.settings import OuterSettings
+from holmes_ext.join.shards.weights import Part, Tensor, Weights, row_of
+from holmes_ext.join.sockets.handshake import Credentials
 from holmes_ext.runtime.sockets.addresses import address_text
-from holmes_ext.runtime.sockets.handshake import Credentials
 
 TOKEN = "a token for these tests"
 

@@ -10,11 +10,11 @@ from clusters import site
 from simulated_steps import step_of
 from stores import Client
 
+from holmes_ext.adapt.learning import Learning
+from holmes_ext.adapt.window import Stage
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.adapt.learning import Learning
-from holmes_ext.runtime.adapt.window import Stage
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 

@@ -7,8 +7,8 @@ from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.placement.families import family_of
 from holmes_ext.plan.rules import Rules
-from holmes_ext.plan.simulate.step import JobStep
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.simulate.step import JobStep
 
 
 def costs_on_site(site, order, sizes, model, overlap=False, only=None, async_edges=True, **rules):

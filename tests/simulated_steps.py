@@ -5,9 +5,9 @@ from clusters import site
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.engine import POSTED, EngineTraits
-from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.step import simulate
 
 
 def step_of(scene, held, micro_batches, slower=1.0):

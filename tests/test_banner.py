@@ -8,7 +8,6 @@ from clusters import example
 
 from holmes_ext import banner
 from holmes_ext.cluster.site import Port, Site
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model_file import load_model
@@ -16,6 +15,7 @@ from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.samples import examples
 
 SITE = example()
 TURN = Site(tuple(SITE.node_by_name[name] for name in ("a0", "b0", "a1", "b1")), SITE.fabrics)

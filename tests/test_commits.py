@@ -29,7 +29,7 @@ assert main(["plan", "--cluster", "c.toml", "--pipeline", "2"]) == 0
 """
 OUTER = """
 import torch
-from holmes_ext.runtime.outer.settings import parse_outer
+from holmes_ext.join.settings import parse_outer
 algorithm = parse_outer("algorithm=sign,every=8").outer_algorithm()
 anchor = torch.zeros(3)
 algorithm.step(anchor, None, torch.tensor([2.0, -0.5, 0.0]), 0.0)

@@ -8,7 +8,7 @@ import pytest
 
 from holmes_ext.cli.main import COMMANDS
 from holmes_ext.options import NAMES, flag, variable
-from holmes_ext.plan.search.result import Certificate
+from holmes_ext.planner.search.result import Certificate
 
 ROOT = Path(__file__).resolve().parents[1]
 _SPEC = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")

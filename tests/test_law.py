@@ -54,9 +54,9 @@ ALLOWED_INSIDE = {
     "patches/deepspeed/reduce.py": (1, "`holmes patches` works without torch, GradientReducer does not"),
     "patches/deepspeed/two_level.py": (2, "`holmes patches` works without torch, two levels do not"),
     "patches/megatron/reduce/tied.py": (1, "the same"),
-    "holmes_ext/runtime/outer/training.py": (1, "a job that is not joined must not load what joining needs"),
+    "holmes_ext/join/training.py": (1, "a job that is not joined must not load what joining needs"),
     "patches/torch/ddp.py": (2, "the same"),
-    "holmes_ext/lab/process/zygote.py": (1,
+    "lab/holmes_lab/process/zygote.py": (1,
                                          "a rank that runs without holmes must not have it in its template"),
 }
 #: Files that import by a name that is worked out: what for.
@@ -64,8 +64,8 @@ DYNAMIC = {
     "holmes_ext/__init__.py": "the public names, when they are used",
     "holmes_ext/cli/main.py": "the module of the command that is asked for",
     "holmes_ext/doctor/frameworks.py": "`--check` imports the frameworks",
-    "holmes_ext/lab/__init__.py": "the public names, when they are used",
-    "holmes_ext/lab/process/zygote.py": "what --preload names",
+    "lab/holmes_lab/__init__.py": "the public names, when they are used",
+    "lab/holmes_lab/process/zygote.py": "what --preload names",
     "patches/__init__.py": "the table of modules that hold patches",
 }
 #: What works where torch is not installed, with all that it imports at its top.
@@ -177,7 +177,7 @@ def test_frameworks_only_in_patches():
 def test_the_lab_is_for_commands_tests_and_benchmarks():
     """(That the other rooms leave it alone is the direction.)"""
     for path in (ROOT / "examples").rglob("*.py"):
-        assert not [name for name, *_ in imports(path) if name.startswith("holmes_ext.lab")], path
+        assert not [name for name, *_ in imports(path) if name.startswith("holmes_lab")], path
 
 
 def test_own_imports_stand_at_the_top():

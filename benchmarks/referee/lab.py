@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from holmes_lab import interleave
+from holmes_lab.compare import Series, Variant, all_rdma, compare
+
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab import interleave
-from holmes_ext.lab.compare import Series, Variant, all_rdma, compare
-from holmes_ext.lab.samples import examples
-from holmes_ext.patches.launch_flags import launches
-from holmes_ext.plan.search.as_plan import plan_of
+from holmes_ext.planner.launch_flags import launches
+from holmes_ext.planner.search.as_plan import plan_of
+from holmes_ext.samples import examples
 from referee.judge import candidate
 from referee.plans import Grid
 from referee.scenes import Scene

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness import Row
 
-from holmes_ext.report.pictures import pyplot, write
+from holmes_ext.planner.html.pictures import pyplot, write
 
 
 def draw(rows: Sequence[Row], notes: Mapping[str, Mapping], metric: str, planners: Sequence[str],

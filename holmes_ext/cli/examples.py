@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 
 def add_parser(subparsers: Any) -> None:

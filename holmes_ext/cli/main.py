@@ -20,8 +20,20 @@ from holmes_ext import __version__
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.words import did_you_mean, nearest
 
-COMMANDS = ("discover", "doctor", "plan", "probe", "lab", "demo", "examples", "join", "patches", "report",
-            "tune")
+#: Command -> its module.
+COMMANDS = {
+    "discover": "holmes_ext.cli.discover",
+    "doctor": "holmes_ext.cli.doctor",
+    "plan": "holmes_ext.cli.plan",
+    "probe": "holmes_ext.cli.probe",
+    "lab": "holmes_lab.cli.lab",
+    "demo": "holmes_lab.cli.demo",
+    "examples": "holmes_ext.cli.examples",
+    "join": "holmes_ext.join.cli",
+    "patches": "holmes_ext.cli.patches",
+    "report": "holmes_ext.cli.report",
+    "tune": "holmes_ext.cli.tune",
+}
 #: What `holmes` alone prints.
 FIRST = """\
 holmes: one LLM training job over several GPU clusters whose NICs differ. What to do first:
@@ -128,7 +140,7 @@ def _parse(argv):
 
 
 def _add(name: str, subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    module = importlib.import_module(f"holmes_ext.cli.{name}")
+    module = importlib.import_module(COMMANDS[name])
     module.add_parser(subparsers)
     added = subparsers.choices[name]
     added.set_defaults(run=module.run)

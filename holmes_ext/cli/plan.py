@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from holmes_ext.cli.show import experts, explain, search, search_table, subset
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import training_of
@@ -29,10 +28,11 @@ from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.rules import rules_of
-from holmes_ext.plan.search.as_plan import times
 from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import LOCAL
-from holmes_ext.report.plan_pictures import draw_partitions
+from holmes_ext.planner.html.plan_pictures import draw_partitions
+from holmes_ext.planner.search.as_plan import times
+from holmes_ext.planner.show import experts, explain, search, search_table, subset
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 _ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a

@@ -10,13 +10,13 @@ from typing import Any
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
+from holmes_ext.join.pictures import rounds_figure
 from holmes_ext.plan.profile import load_profile
-from holmes_ext.report import pictures
+from holmes_ext.planner.html import pictures
+from holmes_ext.planner.html.over_time import over_time_figure
+from holmes_ext.planner.html.page import heading, page, paragraphs, picture, table
 from holmes_ext.report.figures import JoinedRow, Summary, summarize
 from holmes_ext.report.files import Run, load
-from holmes_ext.report.over_time import over_time_figure
-from holmes_ext.report.page import heading, page, paragraphs, picture, table
-from holmes_ext.report.rounds import rounds_figure
 from holmes_ext.report.trace import chosen_step, pictured, trace
 from holmes_ext.units import format_rate, format_seconds
 from holmes_ext.words import some_of

@@ -12,9 +12,9 @@ from pathlib import Path
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import STOP
+from holmes_ext.plan import partition as stages
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.profile import load_profile
-from holmes_ext.plan.search import partition as stages
 
 _ABOUT = """Runs the job for a few steps, measures its stages, and leaves the plan to start the real run with.
 COMMAND is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes, ends by

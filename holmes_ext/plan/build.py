@@ -8,6 +8,7 @@ from dataclasses import replace
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan import partition as stages
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
@@ -25,7 +26,6 @@ from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
 from holmes_ext.plan.rules import rules_of
-from holmes_ext.plan.search import partition as stages
 from holmes_ext.plan.sizes import Sizes
 
 
@@ -49,7 +49,7 @@ def build_plan(
 
     Args:
         workload: What a rank does, where no model is given; basis: where that comes from.
-        partition: How layers go to stages (plan/search/partition.py), of `model`; "uniform" leaves them to
+        partition: How layers go to stages (plan/partition.py), of `model`; "uniform" leaves them to
             the framework. alpha: of "speed".
         overlap: Gradients are reduced under the last backward.
         stage_layers: The layers of each stage, as the user lists them.

@@ -20,13 +20,13 @@ from holmes_ext.plan.cost.stage_sums import Sums
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import StageLoad, passes_s
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.passes.schedule import PassOrder
-from holmes_ext.plan.passes.solve import quickest
+from holmes_ext.plan.passes import PassOrder
 from holmes_ext.plan.placement.families import family_of
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import LOCAL, SOCKETS, Edge, Reduction, Traffic, same
+from holmes_ext.planner.passes.solve import quickest
 
 #: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's
 #: bucket_cap_mb.

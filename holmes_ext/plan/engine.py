@@ -50,7 +50,7 @@ class EngineTraits:
     )
     #: Its checkpoints load where stages have other layers.
     resplits: bool = True
-    #: Of what a search may choose (plan/search/space.py, NAMES), what it can run.
+    #: Of what a search may choose (planner/search/space.py, NAMES), what it can run.
     limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     #: ZeRO stages under which it sums in two levels itself, by flags of its own: all stages over as many
     #: clusters, or none. None: holmes does it, stage by stage.

@@ -82,7 +82,7 @@ class Traffic:
     #: Micro-batches that each stage begins before its first backward ends, where sends do not block; () where
     #: the framework's own schedule runs.
     in_flight: tuple[int, ...] = ()
-    #: Of every stage, such as "F0 F1 I0 F2 W0" (plan/passes/schedule.py), in place of in_flight; () under
+    #: Of every stage, such as "F0 F1 I0 F2 W0" (plan/passes.py), in place of in_flight; () under
     #: 1F1B.
     passes: tuple[str, ...] = ()
     #: Of gradients of a weight that the first and the last stage share, in two levels; None where each rank

@@ -47,7 +47,7 @@ class Session:
     in_flight: tuple[int, ...] = ()
     #: True with ZeRO 3: DeepSpeed reduces the gradients by itself, whatever the plan says.
     keeps_own_reduction: bool = False
-    #: The plan that was decided again of what the job measured of its sums (runtime/adapt); None before.
+    #: The plan that was decided again of what the job measured of its sums (adapt); None before.
     learned: Plan | None = None
     _resized: dict[Sizes, Plan] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class Session:
         return self._resized[sizes]
 
     def adopt(self, sizes: Sizes, plan: Plan, sums: bool = False) -> None:
-        """`plan` counts now, of complete `sizes`: what it has learned (runtime/adapt); sums: of gradients."""
+        """`plan` counts now, of complete `sizes`: what it has learned (adapt); sums: of gradients."""
         self.learned = plan if sums else self.learned
         if sizes == self.plan.sizes:
             self.plan = plan

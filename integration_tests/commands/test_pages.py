@@ -9,9 +9,9 @@ import os
 import re
 
 import pytest
+from holmes_lab.rights import program
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.rights import program
 from integration_tests.jobs import ROOT, full
 
 SPEC = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
@@ -82,11 +82,11 @@ def test_a_page_is_skipped_without_the_programs_of_its_launcher(launcher, tmp_pa
     monkeypatch.setattr("os.getuid", lambda: 0)
 
     # All programs are installed: the test is not skipped.
-    monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda name, path: f"/usr/bin/{name}")
+    monkeypatch.setattr("holmes_lab.rights.shutil.which", lambda name, path: f"/usr/bin/{name}")
     skip_without_requirements(page)
 
     # No program is installed.
-    monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda name, path: None)
+    monkeypatch.setattr("holmes_lab.rights.shutil.which", lambda name, path: None)
     with pytest.raises(pytest.skip.Exception, match="is missing; apt-get install"):
         skip_without_requirements(page)
 

@@ -6,9 +6,9 @@ import sys
 from dataclasses import replace
 
 from carriers import ON_GPUS, gloo_only, gpu_only, gpus
+from holmes_lab.gpu.job import GpuClock
 
 from holmes_ext.cli.main import main
-from holmes_ext.lab.gpu.job import GpuClock
 from holmes_ext.plan.profile import load_profile
 from integration_tests.jobs import SIZE, TRAIN, full, losses, same, stages_of, train, train_megatron
 

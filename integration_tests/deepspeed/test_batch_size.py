@@ -19,13 +19,13 @@ from typing import NamedTuple
 import pytest
 from ranks import run_scenes, seeded
 
-from holmes_ext.lab.samples import examples
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import edges as deepspeed_edges
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.samples import examples
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")

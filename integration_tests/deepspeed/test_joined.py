@@ -9,12 +9,12 @@ import torch
 from joined_jobs import TOKEN, batch, coordinator, in_threads, model_of, plain_sgd
 from ranks import run_ranks
 
-from holmes_ext.lab.samples import examples
+from holmes_ext.join import training
+from holmes_ext.join.patches import deepspeed as deepspeed_joined
+from holmes_ext.join.patches import torch as torch_joined
 from holmes_ext.options import Options
-from holmes_ext.patches.deepspeed import joined as deepspeed_joined
 from holmes_ext.patches.engine.registry import Registry
-from holmes_ext.patches.torch import joined as torch_joined
-from holmes_ext.runtime.outer import training
+from holmes_ext.samples import examples
 from integration_tests.jobs import full
 
 ROWS, OUTER = 4, "min=2,every=4,fragments=2,delay=1,compress=off,weight=equal"

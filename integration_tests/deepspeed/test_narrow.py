@@ -12,13 +12,13 @@ from carriers import ON_GPUS
 from ranks import run_ranks
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import edges as deepspeed_edges
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.samples import examples
 from integration_tests.jobs import over_nccl
 
 pytest.importorskip("deepspeed")

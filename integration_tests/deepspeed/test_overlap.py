@@ -18,7 +18,6 @@ from clusters import example
 from ranks import run_scenes, seeded
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
@@ -27,6 +26,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
+from holmes_ext.samples import examples
 from integration_tests.jobs import some
 
 torch = pytest.importorskip("torch")

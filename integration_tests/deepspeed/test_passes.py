@@ -10,13 +10,13 @@ import pytest
 from carriers import ON_GPUS
 from ranks import run_scenes
 
-from holmes_ext.lab.samples import examples
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import edges as deepspeed_edges
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
+from holmes_ext.samples import examples
 
 pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")

@@ -21,7 +21,6 @@ from carriers import ON_GPUS
 from clusters import example
 from ranks import run_scenes
 
-from holmes_ext.lab.samples import examples
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
@@ -29,6 +28,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import tied
+from holmes_ext.samples import examples
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from carriers import LESS_MEMORY, PHYSICAL
 from checkouts import find_checkout
+from holmes_lab import Lab
+from holmes_lab.gpu.job import Gpus
+from holmes_lab.process.job import RunResult
 
-from holmes_ext.lab import Lab
-from holmes_ext.lab.gpu.job import Gpus
-from holmes_ext.lab.process.job import RunResult
 from integration_tests.jobs import ROOT, SIZE
 from integration_tests.jobs import losses as losses_of_file
 from integration_tests.megatron_deepspeed.job import Checkout, read_log

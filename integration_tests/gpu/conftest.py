@@ -15,16 +15,16 @@ import pytest
 import torch
 from carriers import PHYSICAL
 from clusters import toml
+from holmes_lab import Lab
+from holmes_lab.gpu import communicators
+from holmes_lab.gpu.communicators import GroupNetwork, group_networks
+from holmes_lab.gpu.job import Gpus
+from holmes_lab.gpu.libraries import libraries
+from holmes_lab.gpu.races import missing_waits
+from holmes_lab.gpu.watcher import END_S, WatchedRun, Watcher, wait_watched
+from holmes_lab.process.job import RunResult
 
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.lab import Lab
-from holmes_ext.lab.gpu import communicators
-from holmes_ext.lab.gpu.communicators import GroupNetwork, group_networks
-from holmes_ext.lab.gpu.job import Gpus
-from holmes_ext.lab.gpu.libraries import libraries
-from holmes_ext.lab.gpu.races import missing_waits
-from holmes_ext.lab.gpu.watcher import END_S, WatchedRun, Watcher, wait_watched
-from holmes_ext.lab.process.job import RunResult
 
 HERE = Path(__file__).parent
 #: Two nodes with InfiniBand (two HCAs each), two with RoCE.

@@ -11,8 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from holmes_lab import Lab
+
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
 from integration_tests.jobs import CLUSTER, ON_CPU, ROOT, SIZE, TRAIN, LabOf, losses
 
 EXAMPLES = ROOT / "examples"

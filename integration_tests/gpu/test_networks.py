@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from holmes_lab.gpu.communicators import INSIDE
 from packaging.version import Version
-
-from holmes_ext.lab.gpu.communicators import INSIDE
 
 NUMBERS = str(Path(__file__).with_name("nccl_numbers.py"))
 SMALL = ("--largest", "4099", "--types", "float32,bfloat16,int64")

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from holmes_lab.gpu.job import GpuClock
 
-from holmes_ext.lab.gpu.job import GpuClock
 from integration_tests.jobs import full
 
 SCRIPT = str(Path(__file__).with_name("planted.py"))

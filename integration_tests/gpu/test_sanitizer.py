@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 from carriers import PHYSICAL
+from holmes_lab.joined import TOKEN, coordinator, join_flags
 
-from holmes_ext.lab.joined import TOKEN, coordinator, join_flags
 from integration_tests.gpu.commands import FOUR_RANKS
 from integration_tests.jobs import ON_CPU, ROOT, SIZE, TRAIN, full, some
 

@@ -28,15 +28,15 @@ from joined_jobs import TOKEN
 from ranks import _context, run_ranks
 from waiting import await_
 
+from holmes_ext.join import training
+from holmes_ext.join.loop import OuterLoop
+from holmes_ext.join.patches import torch as torch_joined
+from holmes_ext.join.peers import exchange, routes, transfer
+from holmes_ext.join.peers import take as cross_take
+from holmes_ext.join.rounds.coordinator_link import CoordinatorLink
+from holmes_ext.join.shards.state import OuterState
+from holmes_ext.join.sockets import handshake
 from holmes_ext.options import Options
-from holmes_ext.patches.torch import joined as torch_joined
-from holmes_ext.runtime.outer import training
-from holmes_ext.runtime.outer.loop import OuterLoop
-from holmes_ext.runtime.outer.peers import exchange, routes, transfer
-from holmes_ext.runtime.outer.peers import take as cross_take
-from holmes_ext.runtime.outer.rounds.coordinator_link import CoordinatorLink
-from holmes_ext.runtime.outer.shards.state import OuterState
-from holmes_ext.runtime.sockets import handshake
 
 TIMEOUT_S = 3
 OUTER = f"every=4,fragments=2,delay=1,compress=off,weight=equal,timeout={TIMEOUT_S}"

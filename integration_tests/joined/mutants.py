@@ -28,11 +28,11 @@ HANDSHAKE, CHANNEL, LISTENER = (
     f"tests/runtime/sockets/test_{name}.py" for name in ("handshake", "channel", "listener")
 )
 SERVER, RULES = (
-    " ".join(f"tests/runtime/outer/coordinator/test_{name}.py" for name in names)
+    " ".join(f"tests/join/coordinator/test_{name}.py" for name in names)
     for names in (["server"], ["rules", "trust"])
 )
 LIARS, LINKS, TAKE, TOKENS, ROUTES, INPUTS, MEMBERS = (
-    f"tests/runtime/outer/test_{name}.py"
+    f"tests/join/test_{name}.py"
     for name in ("liars", "links", "take", "token", "routes", "bad_inputs", "members_attacks")
 )
 NEVER = "if False:"

@@ -3,9 +3,10 @@ together."""
 
 import re
 
+from holmes_lab.joined import CLUSTERS, NODES, await_, coordinator, join_flags, start
+from holmes_lab.lab import Lab
+
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.lab.joined import CLUSTERS, NODES, await_, coordinator, join_flags, start
-from holmes_ext.lab.lab import Lab
 from integration_tests.jobs import full
 
 OUTER = "every=8,fragments=4,delay=1,timeout=5"

@@ -7,10 +7,10 @@ losses must then be the same as with direct connections. All connections use TLS
 
 import pytest
 from clusters import spec
+from holmes_lab.joined import await_, coordinator, join_flags, start
+from holmes_lab.lab import Lab
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.joined import await_, coordinator, join_flags, start
-from holmes_ext.lab.lab import Lab
 from integration_tests.jobs import full
 
 CLUSTERS = spec("hub ib 1Gb/s c0", "east ib 1Gb/s a0", "west ib 1Gb/s b0", ethernet="1Gb/s")

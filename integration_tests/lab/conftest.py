@@ -1,6 +1,6 @@
 import pytest
+from holmes_lab import Lab
 
-from holmes_ext.lab import Lab
 from integration_tests.lab.processes import SPEC, TOML
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from clusters import toml
+from holmes_lab import Lab
+from holmes_lab.network import delay_line
 
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab import Lab
-from holmes_ext.lab.network import delay_line
 from integration_tests.jobs import full
 from integration_tests.lab.processes import PATIENCE, cli, python
 
@@ -98,12 +98,12 @@ def test_without_the_delay_line_the_lab_ends_with_one_line():
 
 
 def test_a_machine_without_tun_is_told_what_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr("holmes_ext.lab.lab._KEEPER_BOOT", """
+    monkeypatch.setattr("holmes_lab.lab._KEEPER_BOOT", """
 import sys
 sys.path.insert(0, sys.argv[1])
-from holmes_ext.lab.network import delay_line
+from holmes_lab.network import delay_line
 delay_line.TUN_DEVICE = "/dev/net/absent"
-from holmes_ext.lab.process.keeper import main
+from holmes_lab.process.keeper import main
 main(sys.argv[2:])
 """)
     assert delay_line.TUN_DEVICE == "/dev/net/tun"

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from holmes_lab import Lab, state
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab import Lab, state
 from integration_tests.lab.processes import PATIENCE, SPEC, TOML, cli, eventually, marked, python
 
 
@@ -47,7 +47,7 @@ def test_a_caller_that_is_killed_while_its_lab_starts_leaves_nothing(toml, tmp_p
     (tmp_path / "s.py").write_text("""
 import os, sys
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
+from holmes_lab import Lab
 Lab._answer = lambda self: (print(self.directory, flush=True), os.kill(os.getpid(), 9))
 with Lab(load_spec(sys.argv[1])):
     pass
@@ -152,7 +152,7 @@ def as_nobody(code, *wrapper, **env):
 NOBODY = f"""
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab import Lab
+from holmes_lab import Lab
 try:
     with Lab(parse_spec({TOML!r})) as lab:
         result = lab.run(["bash", "-c", "hostname; cat /sys/class/net/eth0/carrier"])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import clusters
 import pytest
+from holmes_lab import Lab
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab import Lab
 from integration_tests.lab.processes import PATIENCE, SPEC, eventually, marked, python
 
 FAIL = "import os, sys, time\nif os.environ['RANK'] == '1': {}\ntime.sleep(600)"

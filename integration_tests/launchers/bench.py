@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import clusters
+from holmes_lab import Lab
+from holmes_lab.launchers.daemons import Daemons
 
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.lab import Lab
-from holmes_ext.lab.launchers.daemons import Daemons
 from integration_tests.jobs import ROOT
 from integration_tests.launchers import train
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from holmes_lab import state
 
-from holmes_ext.lab import state
 from integration_tests.jobs import full
 from integration_tests.launchers import commands, examples  # noqa: F401  more cases
 from integration_tests.launchers.bench import Bench

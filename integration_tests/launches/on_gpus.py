@@ -32,10 +32,10 @@ from typing import Any
 
 import clusters
 from carriers import gpus
+from holmes_lab import Lab
+from holmes_lab.gpu.job import GpuClock, Gpus
 
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab import Lab
-from holmes_ext.lab.gpu.job import GpuClock, Gpus
 from integration_tests.jobs import ONE_AT_A_TIME, PRELOAD, TRAIN, LabOf, losses
 
 MOST_RANKS, MOST_NODES, STEPS = 6, 3, 5

@@ -12,12 +12,12 @@ from joined_jobs import TOKEN, coordinator, in_threads
 from packaging.version import Version
 from ranks import run_ranks
 
-from holmes_ext.lab.samples import examples
+from holmes_ext.join import training
+from holmes_ext.join.patches import megatron as megatron_joined
+from holmes_ext.join.patches import torch as torch_joined
 from holmes_ext.options import Options
 from holmes_ext.patches.engine.registry import Registry
-from holmes_ext.patches.megatron import joined as megatron_joined
-from holmes_ext.patches.torch import joined as torch_joined
-from holmes_ext.runtime.outer import training
+from holmes_ext.samples import examples
 from integration_tests.jobs import full, megatron_core
 
 pytestmark = pytest.mark.skipif(megatron_core() < Version("0.16"), reason="jobs of 0.16 and newer can join")

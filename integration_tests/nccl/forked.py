@@ -11,9 +11,8 @@ import os
 import sys
 
 import torch  # noqa: F401
-
-from holmes_ext.lab.network import namespaces
-from holmes_ext.lab.process import zygote
+from holmes_lab.network import namespaces
+from holmes_lab.process import zygote
 
 
 def main():

@@ -30,9 +30,9 @@ from typing import Any, Protocol
 import pytest
 from carriers import ON_GPUS
 from checkouts import checkout_or_skip
+from holmes_lab.process.job import RunResult
 
 from holmes_ext.cli.main import main
-from holmes_ext.lab.process.job import RunResult
 from integration_tests.gpu.commands import LOG, Command
 from integration_tests.jobs import LabOf, follows_plan
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from carriers import ON_GPUS
 from checkouts import find_checkout
+from holmes_lab.process.job import RunResult
 
-from holmes_ext.lab.process.job import RunResult
 from integration_tests.gpu import commands
 from integration_tests.gpu.commands import LOG, Command
 from integration_tests.jobs import MEGATRON, ON_CPU, PRELOAD_MEGATRON, ROOT, SIZE, losses

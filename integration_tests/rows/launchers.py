@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from holmes_ext.lab.process.job import RunResult
+from holmes_lab.process.job import RunResult
+
 from integration_tests.gpu.commands import Command
 from integration_tests.launchers.bench import PAIR, Bench
 from integration_tests.launchers.cases import deepspeed, hostfile, mpirun, torchrun

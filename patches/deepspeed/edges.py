@@ -46,7 +46,7 @@ from holmes_ext.patches.deepspeed.p2p import grid_sizes, groups_by_peer, p2p_pat
 from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
-from holmes_ext.plan.passes.schedule import before
+from holmes_ext.plan.passes import before
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import tell

@@ -2,7 +2,7 @@
 
     telemetry   (runtime/measure/telemetry.py) records when each training step begins and ends, and what each
                 process group is for. The watchdog reads these records, too.
-    adapt       (runtime/adapt) changes the plan while the job runs, by measured times. Before a training step
+    adapt       (adapt) changes the plan while the job runs, by measured times. Before a training step
                 it may change the number of micro-batches in flight of each pipeline stage: those whose
                 forward pass has begun, and whose backward pass has not ended.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from holmes_ext.adapt.learning import begin_step
+from holmes_ext.adapt.window import Stage
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
 from holmes_ext.patches.deepspeed.edges import unsupported
@@ -21,8 +23,6 @@ from holmes_ext.patches.deepspeed.profile import gradient_bytes, own_layers
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, inside, with_session
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.adapt.learning import begin_step
-from holmes_ext.runtime.adapt.window import Stage
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of
 from holmes_ext.runtime.measure import telemetry
 

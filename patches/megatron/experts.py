@@ -25,7 +25,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron.features import EXPERTS
-from holmes_ext.plan.experts.traffic import ExpertOrder, load_order
+from holmes_ext.plan.experts import ExpertOrder, load_order
 from holmes_ext.runtime import session
 
 #: Names of parameters in TEGroupedMLP's linear layers, with the slot: weight3 and bias3 belong to slot 3.

@@ -15,19 +15,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from holmes_ext.adapt.learning import begin_step
+from holmes_ext.adapt.restart import saved
+from holmes_ext.adapt.window import Stage
+from holmes_ext.join.patches.megatron import OPTIMIZER_STEPS
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name, inside, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.edges import unsupported_feature
 from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, SCHEDULES, TELEMETRY, loaded_version
-from holmes_ext.patches.megatron.joined import OPTIMIZER_STEPS
 from holmes_ext.patches.megatron.profile import gradient_bytes
-from holmes_ext.runtime.adapt.learning import begin_step
-from holmes_ext.runtime.adapt.window import Stage
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.start.restart import saved
 
 
 @by_name

@@ -5,7 +5,7 @@ import filecmp
 from pathlib import Path
 
 from holmes_ext.cli.main import main
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 
 def test_they_are_copied_once(tmp_path, monkeypatch, capsys):

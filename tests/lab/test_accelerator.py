@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import holmes_lab.emulate.accelerator as accelerator
 import pytest
 import torch
 import venvs
@@ -14,7 +15,6 @@ import wrapt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import holmes_ext.lab.emulate.accelerator as accelerator
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 
@@ -239,7 +239,7 @@ def test_it_installs_itself_in_a_python_that_knows_holmes_only_by_its_place(tmp_
     packages.mkdir()
     (packages / "wrapt").symlink_to(Path(wrapt.__file__).parent)
     env = venvs.clean_environ(PYTHONPATH=str(packages))
-    code = "import sys, wrapt; print('holmes_ext.lab.emulate.accelerator' in sys.modules)"
+    code = "import sys, wrapt; print('holmes_lab.emulate.accelerator' in sys.modules)"
     env[accelerator.VARIABLE] = accelerator.dump({"flops": 1e12, "classes": ["Linear"]})
     assert subprocess.run([python, "-c", code], env=env, capture_output=True, text=True).stdout == "False\n"
     accelerator.add_to_environment(env)

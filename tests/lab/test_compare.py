@@ -1,15 +1,15 @@
 import json
 
 import pytest
+from holmes_lab.compare import Series, all_rdma, max_loss_difference
+from holmes_lab.emulate import trace
 from matplotlib.colors import to_rgba
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.lab.compare import Series, all_rdma, max_loss_difference
-from holmes_ext.lab.emulate import trace
-from holmes_ext.lab.samples import examples
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.report import pictures
+from holmes_ext.planner.html import pictures
+from holmes_ext.samples import examples
 
 SPEC = load_spec(examples() / "clusters" / "two_clusters_4.toml")
 

@@ -1,7 +1,7 @@
 """How busy the cores of this machine are, from /proc/stat."""
 
-from holmes_ext.lab import cores
-from holmes_ext.lab.cores import CoreMeter, CoreTimes, core_times, median_share
+from holmes_lab import cores
+from holmes_lab.cores import CoreMeter, CoreTimes, core_times, median_share
 
 
 def test_waiting_for_a_disk_is_not_busy_and_interrupts_are(tmp_path):

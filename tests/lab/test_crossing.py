@@ -5,10 +5,10 @@ import struct
 
 import clusters
 import pytest
+from holmes_lab.network import crossing, delay_line, shaping
+from holmes_lab.network.delay_line import LEAST_BUFFER_S, Router
 
 from holmes_ext.cluster.wan import Between, Uplink, Wan
-from holmes_ext.lab.network import crossing, delay_line, shaping
-from holmes_ext.lab.network.delay_line import LEAST_BUFFER_S, Router
 
 A0, A1, B0, C0 = "10.77.0.1", "10.77.0.2", "10.77.1.1", "10.77.2.1"
 MACS = {A0: (0, "02:00:00:00:00:0a"), A1: (0, "02:00:00:00:01:0a"), B0: (1, "02:00:00:00:00:0b"),

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import clusters
 import pytest
+from holmes_lab import Lab
+from holmes_lab.launchers import slurm, ssh
+from holmes_lab.launchers.command import command_line, started, starts_itself
+from holmes_lab.launchers.daemons import Daemons
+from holmes_lab.network.shaping import lay_out, login_node
+from holmes_lab.rights import program
 
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab import Lab
-from holmes_ext.lab.launchers import slurm, ssh
-from holmes_ext.lab.launchers.command import command_line, started, starts_itself
-from holmes_ext.lab.launchers.daemons import Daemons
-from holmes_ext.lab.network.shaping import lay_out, login_node
-from holmes_ext.lab.rights import program
 
 SPEC = parse_spec(clusters.toml("a ib 2Gb/s a0,a1", "b roce 1Gb/s b0", ethernet="400Mb/s"))
 JOB = ["python", "train.py", "--holmes"]
@@ -97,7 +97,7 @@ def test_the_login_host():
 
 
 def test_a_missing_program_is_named_with_its_package(monkeypatch):
-    monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("holmes_lab.rights.shutil.which", lambda *_, **__: None)
     with pytest.raises(HolmesError, match="need `slurmctld`, which is missing; apt-get install slurm-wlm"):
         program("slurmctld")
 
@@ -118,9 +118,9 @@ def test_a_missing_launcher_is_named_with_its_package(launcher, package, monkeyp
         started(lab, launcher, command, order=None, processes=1, env={}, accelerator=None)
 
     # No program is on PATH.
-    monkeypatch.setattr("holmes_ext.lab.rights.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("holmes_lab.rights.shutil.which", lambda *_, **__: None)
     # The class Daemons starts the launcher's daemons: slurmctld, sshd, ...
-    monkeypatch.setattr("holmes_ext.lab.launchers.command.Daemons", fail_at_daemons)
+    monkeypatch.setattr("holmes_lab.launchers.command.Daemons", fail_at_daemons)
     message = f"need `{launcher}`, which is missing; apt-get install {package}"
     with pytest.raises(HolmesError, match=message):
         start_job(["python", "train.py"])
@@ -129,6 +129,6 @@ def test_a_missing_launcher_is_named_with_its_package(launcher, package, monkeyp
 
 
 def test_daemons_need_root(monkeypatch):
-    monkeypatch.setattr("holmes_ext.lab.launchers.daemons.os.getuid", lambda: 1000)
+    monkeypatch.setattr("holmes_lab.launchers.daemons.os.getuid", lambda: 1000)
     with pytest.raises(HolmesError, match="need root"):
         Daemons(Lab(SPEC, login=True), ("slurm",))

@@ -4,10 +4,10 @@ import re
 
 import clusters
 import pytest
+from holmes_lab import interleave
+from holmes_lab.network import shaping as network
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab import interleave
-from holmes_ext.lab.network import shaping as network
 
 SPEC = clusters.spec("a ib 2Gb/s a0,a1 fabric=spine", "b roce 600Mb/s b0", "c ib 1Gb/s c0 fabric=spine",
                      "d ethernet - d0")

@@ -1,8 +1,7 @@
 """lab/process/ranks.py: what a job's command says of it."""
 
 import pytest
-
-from holmes_ext.lab.process.ranks import asks_for_holmes
+from holmes_lab.process.ranks import asks_for_holmes
 
 
 @pytest.mark.parametrize("command, env, expected", [

@@ -6,8 +6,7 @@ import sys
 import tempfile
 
 import pytest
-
-from holmes_ext.lab import state
+from holmes_lab import state
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,8 @@ import os
 
 import clusters
 import pytest
-
-from holmes_ext.lab.network import shaping as network
-from holmes_ext.lab.network import sysfs_tree
+from holmes_lab.network import shaping as network
+from holmes_lab.network import sysfs_tree
 
 SPEC = clusters.spec("a ib 200Gb/s a0,a1", "b roce 1.6Gb/s b0", "c ib 100Gb/s c0", ethernet="25Gb/s")
 NODES = {node.name: node for node in network.lay_out(SPEC, 0.01)}

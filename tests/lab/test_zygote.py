@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-
-from holmes_ext.lab.process.zygote import script_of
+from holmes_lab.process.zygote import script_of
 
 REPORT = """
 import json, os, sys
@@ -21,7 +20,7 @@ switch = types.ModuleType("holmes_ext.job")
 switch.activate = lambda argv: (seen.append(list(argv)), \
 argv.remove("--holmes") if "--holmes" in argv else None)
 sys.modules["holmes_ext.job"] = switch
-from holmes_ext.lab.process.zygote import run_script
+from holmes_lab.process.zygote import run_script
 try:
     variables = run_script(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
 finally:

@@ -10,7 +10,6 @@ from prices import step_seconds, sums_on_site
 from holmes_ext.cluster.measured import MeasuredPair
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
-from holmes_ext.lab.samples import examples
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
@@ -26,14 +25,15 @@ from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.placement.orders import Orders
 from holmes_ext.plan.placement.place import fastest_first
 from holmes_ext.plan.plan import load_plan, parse_plan
-from holmes_ext.plan.search.bound.shape import ShapeBound
-from holmes_ext.plan.search.result import SearchResult
-from holmes_ext.plan.search.search import search
-from holmes_ext.plan.search.space import Limits
-from holmes_ext.plan.simulate.execution import Execution
-from holmes_ext.plan.simulate.step import simulate
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, VERBS
+from holmes_ext.planner.bound.shape import ShapeBound
+from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.search import search
+from holmes_ext.planner.search.space import Limits
+from holmes_ext.planner.simulate.execution import Execution
+from holmes_ext.planner.simulate.step import simulate
+from holmes_ext.samples import examples
 
 LINKS = """
 [[between]]

@@ -17,14 +17,14 @@ from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate, predict
 from holmes_ext.plan.rules import rules_of
-from holmes_ext.plan.search.changed import what_if, with_fabric
-from holmes_ext.plan.search.evaluate import Evaluator
-from holmes_ext.plan.search.result import SearchResult
-from holmes_ext.plan.search.search import search
-from holmes_ext.plan.search.simulated import job_of, timed
-from holmes_ext.plan.search.space import Limits
-from holmes_ext.plan.search.stock import causes
-from holmes_ext.plan.simulate.repeat import folded_s
+from holmes_ext.planner.search.changed import what_if, with_fabric
+from holmes_ext.planner.search.evaluate import Evaluator
+from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.search import search
+from holmes_ext.planner.search.simulated import job_of, timed
+from holmes_ext.planner.search.space import Limits
+from holmes_ext.planner.search.stock import causes
+from holmes_ext.planner.simulate.repeat import folded_s
 
 
 def random_job(seed):

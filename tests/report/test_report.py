@@ -7,10 +7,10 @@ import pytest
 from telemetry_files import write
 
 from holmes_ext.cli.main import main
-from holmes_ext.report import over_time
+from holmes_ext.join.pictures import Incarnation
+from holmes_ext.planner.html import over_time
 from holmes_ext.report.figures import achieved, summarize
 from holmes_ext.report.files import load
-from holmes_ext.report.rounds import Incarnation
 from holmes_ext.report.trace import chosen_step, pictured, trace
 
 

@@ -7,7 +7,7 @@
        +--------------------------- bytes
 
 A message is a fixed part, which nothing shares, and a flow of its bits, which shares a NIC with others
-(plan/simulate/events.py): fixed_s(size) + 8 size / rate_bps = seconds(size).
+(planner/simulate/events.py): fixed_s(size) + 8 size / rate_bps = seconds(size).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a message or a collective puts on the networks, and what it takes where it is alone.
 
 Every time is linear in the bytes (alpha-beta model: Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan
-2009). The simulation (plan/simulate) shares what carries the same loads.
+2009). The simulation (planner/simulate) shares what carries the same loads.
 
     ring of n      passes every node once, each way: 2 (n - 1) / n of the bytes through its NIC, in 2 (n - 1)
                    messages that follow each other

@@ -43,7 +43,7 @@ from math import floor
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import passes
-from holmes_ext.plan.passes.schedule import OnePass, PassOrder, before
+from holmes_ext.plan.passes import OnePass, PassOrder, before
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 

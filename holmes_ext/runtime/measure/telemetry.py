@@ -324,7 +324,7 @@ def reduction_done(times: Any, on_host: bool) -> None:
 
 
 def outer_round(figures: dict[str, Any]) -> None:
-    """Of a round with other jobs (runtime/outer)."""
+    """Of a round with other jobs (join)."""
     if recorder is not None and recorder.on_round is not None:
         recorder.on_round({"outer": figures})
 

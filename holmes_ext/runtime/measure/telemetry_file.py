@@ -5,7 +5,7 @@
     {"holmes_telemetry": 1, "run": RUN, "rank": 3, ...}    the head, once
     {"clock": [offset_s, error_s]}                         this node's clock + offset = rank 0's
     {"done": {"reductions", "in_flight", "differences"}}   what of the plan (as_planned.py)
-    {"outer": {"round", "exposed", "bytes", ...}}          a round with other jobs (runtime/outer)
+    {"outer": {"round", "exposed", "bytes", ...}}          a round with other jobs (join)
     {"plan": {"step", "before", "in_flight", "now_s", "then_s", "back"}}        a change (rank 0)
     {"model": {...}, "edges": [...]}                       what was measured: a profile (plan/profile.py), the
                                                            stages whose edge to the next one is in it

@@ -2,7 +2,7 @@
 
     together   gradients are summed over all ranks in each step
     apart      gradients are summed inside each cluster; what the weights have moved since the last round is
-               averaged across, fragment by fragment, as between joined jobs (runtime/outer/algorithms.py)
+               averaged across, fragment by fragment, as between joined jobs (join/algorithms.py)
     back       one more round of all fragments: every rank gets the anchors; the optimizer's state is averaged
 
 Rounds begin and end where nothing reads the weights: after the last gradient's sum and before the optimizer's
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from holmes_ext.join.settings import OuterSettings
 from holmes_ext.plan.cost.buckets import cut
 from holmes_ext.runtime.groups.callbacks import before_exit
-from holmes_ext.runtime.outer.settings import OuterSettings
 from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES
 
 Sum = Callable[[torch.Tensor], Any]

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holmes_ext.adapt import learning
+from holmes_ext.adapt.sums import APART
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
+from holmes_ext.join.settings import apart_settings
 from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime import session
-from holmes_ext.runtime.adapt import learning
-from holmes_ext.runtime.adapt.sums import APART
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of, one_hardware_queue
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.apart import Apart
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext import __version__
+from holmes_ext.adapt import restart
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node
 from holmes_ext.cluster.resolve import (
     apart_by_subnet,
@@ -38,7 +39,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.grid import say
 from holmes_ext.runtime.groups.transport import node_environment
 from holmes_ext.runtime.sockets.deadline import within
-from holmes_ext.runtime.start import hostfile, launcher, preflight, restart
+from holmes_ext.runtime.start import hostfile, launcher, preflight
 from holmes_ext.runtime.start.exchange import exchange
 from holmes_ext.runtime.start.store import open_store
 from holmes_ext.words import some_of

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holmes_ext.adapt import learning
 from holmes_ext.cluster.node_report import lab_scale
-from holmes_ext.runtime.adapt import learning
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.optimizer_steps import StepCounter
 from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer

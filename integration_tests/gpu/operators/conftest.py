@@ -29,10 +29,10 @@ def has_cuda_build() -> bool:
 
 def emulated_environment() -> dict[str, str]:
     """Builds what the cache lacks. Two GPUs."""
-    from holmes_ext.lab.gpu import recipes
-    from holmes_ext.lab.gpu.build import build, cache_folder
-    from holmes_ext.lab.gpu.compiler import find_compiler
-    from holmes_ext.lab.gpu.torch_build import find_torch
+    from holmes_lab.gpu import recipes
+    from holmes_lab.gpu.build import build, cache_folder
+    from holmes_lab.gpu.compiler import find_compiler
+    from holmes_lab.gpu.torch_build import find_torch
 
     torch, compiler = find_torch(sys.executable, os.environ), find_compiler()
     built = build([recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch)], cache_folder())

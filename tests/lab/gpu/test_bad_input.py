@@ -11,14 +11,14 @@ import sys
 import tarfile
 
 import pytest
+from holmes_lab.cli.lab_gpu import killed_for_memory, what_is_missing
+from holmes_lab.gpu import compiler, job, libraries, nccl_source, torch_build
+from holmes_lab.gpu.job import GpuClock, Gpus, parse_clock, visible
+from holmes_lab.process.job import RunResult
 
-from holmes_ext.cli.lab_gpu import killed_for_memory, what_is_missing
 from holmes_ext.cli.main import main
 from holmes_ext.errors import HolmesError
-from holmes_ext.lab.gpu import compiler, job, libraries, nccl_source, torch_build
-from holmes_ext.lab.gpu.job import GpuClock, Gpus, parse_clock, visible
-from holmes_ext.lab.process.job import RunResult
-from holmes_ext.lab.samples import examples
+from holmes_ext.samples import examples
 
 CLUSTER = str(examples() / "clusters" / "two_clusters_4.toml")
 TORCH = "__version__ = '{}'\ncuda: str | None = {!r}\ngit_version = 'abc'\n"

@@ -1,5 +1,5 @@
 """Who waits for whom over all ranks of a job on emulated GPUs, and the circle
-(holmes_ext/lab/gpu/hang.py)."""
+(lab/holmes_lab/gpu/hang.py)."""
 
 import json
 import mmap
@@ -8,12 +8,11 @@ import threading
 import time
 
 import pytest
-
-from holmes_ext.lab.gpu import communicators
-from holmes_ext.lab.gpu.hang import Hang
-from holmes_ext.lab.gpu.hang_report import explain
-from holmes_ext.lab.gpu.state import Watch, parse
-from holmes_ext.lab.gpu.watcher import Watcher
+from holmes_lab.gpu import communicators
+from holmes_lab.gpu.hang import Hang
+from holmes_lab.gpu.hang_report import explain
+from holmes_lab.gpu.state import Watch, parse
+from holmes_lab.gpu.watcher import Watcher
 
 PAIR = {"0xa": (0, 1), "0xb": (0, 1)}
 

@@ -1,4 +1,4 @@
-"""The emulated GPU's runtime (holmes_ext/lab/gpu/csrc/runtime): the order of things in streams, memory,
+"""The emulated GPU's runtime (lab/holmes_lab/gpu/csrc/runtime): the order of things in streams, memory,
 errors."""
 
 import json
@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from holmes_ext.lab.gpu import recipes
-from holmes_ext.lab.gpu.build import build, cache_folder
-from holmes_ext.lab.gpu.compiler import find_compiler
-from holmes_ext.lab.gpu.races import missing_waits
+from holmes_lab.gpu import recipes
+from holmes_lab.gpu.build import build, cache_folder
+from holmes_lab.gpu.compiler import find_compiler
+from holmes_lab.gpu.races import missing_waits
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the runtime is built with g++")
 

@@ -11,11 +11,11 @@ from holmes_ext.patches.megatron.command_line.flags import DS_CONFIG, READ
 from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEARING_KEYS, NOT_READ, UNLESS
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.rules import Rules
-from holmes_ext.plan.search.as_plan import given, shape_of
-from holmes_ext.plan.search.result import SearchResult
-from holmes_ext.plan.search.simulated import timed
-from holmes_ext.plan.search.stock import causes, stock_like
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.search.as_plan import given, shape_of
+from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.simulated import timed
+from holmes_ext.planner.search.stock import causes, stock_like
 
 SITE = clusters.site("a ib 100Gb/s a[0-1]", "b roce 50Gb/s b[0-1]", ethernet="10Gb/s", processes=4)
 GPT = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 2"

@@ -10,7 +10,7 @@ from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.experts import place
-from holmes_ext.plan.experts.traffic import ExpertOrder
+from holmes_ext.plan.experts import ExpertOrder
 
 #: Not imported here: megatron_cpu_shim comes first.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not "

@@ -24,7 +24,7 @@ from holmes_ext.patches.torch import ddp as ddp_patches
 from holmes_ext.patches.torch import passes as passes_patches
 from holmes_ext.patches.torch import pipelining
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.passes.schedule import PassOrder
+from holmes_ext.plan.passes import PassOrder
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients

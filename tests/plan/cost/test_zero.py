@@ -10,9 +10,9 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate
-from holmes_ext.plan.search.evaluate import Evaluator
-from holmes_ext.plan.search.result import SearchResult
-from holmes_ext.plan.search.space import Limits, shapes
+from holmes_ext.planner.search.evaluate import Evaluator
+from holmes_ext.planner.search.result import SearchResult
+from holmes_ext.planner.search.space import Limits, shapes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
 MODEL = Model(layers=8, hidden=1024, heads=8, sequence=256, vocabulary=30000, global_batch=32, gpu=Gpu(50e12))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hardware_queues import SYNCHRONIZE, Join, Kernel, stuck
 from launches import Launch, Wait, faults
 
-from holmes_ext.plan.passes.schedule import PassOrder, Times, before
-from holmes_ext.plan.passes.solve import Rule, listed
+from holmes_ext.plan.passes import PassOrder, Times, before
+from holmes_ext.planner.passes.solve import Rule, listed
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ListedOrder, ReceiveOrder
 

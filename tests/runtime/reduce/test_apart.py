@@ -9,12 +9,12 @@ from clusters import site
 from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.join import training
+from holmes_ext.join.settings import apart_settings
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.outer import training
-from holmes_ext.runtime.outer.settings import apart_settings
 from holmes_ext.runtime.reduce.reducer import GradientReducer
 from holmes_ext.runtime.start.launcher import Process
 

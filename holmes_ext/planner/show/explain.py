@@ -1,0 +1,92 @@
+"""`holmes plan --explain`: each stage's layers, seconds and memory, for every partition.
+
+All stand on the same order of nodes. Times are predictions (plan/cost/stages.py), in seconds of one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+from holmes_ext.cli.show.table import Column, Screen
+from holmes_ext.plan.cost.pipeline import Estimate
+from holmes_ext.plan.cost.stages import StageCosts, predict
+from holmes_ext.plan.partition import METHODS, partition
+from holmes_ext.planner.html.plan_pictures import memory_text
+
+COLUMNS = (
+    Column("stage"), Column("layers", right=True), Column("compute", right=True),
+    Column("send", right=True, drop=2), Column("reduce", right=True, drop=1), Column("exposed", right=True),
+    Column("idle", right=True), Column("memory", right=True),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("layers of each stage").add_argument
+    add("--model", metavar="FILE", help="the model as TOML (examples/models), not a nominal one")
+    add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N")
+    add("--partition", choices=METHODS, default="uniform",
+        help="as the framework splits them, by the Holmes paper's formula, or for the least predicted step "
+             "(default: uniform)")
+    add("--alpha", type=float, default=1.0, metavar="X", help="the paper's alpha, for --partition speed "
+                                                              "(default: 1)")
+    add("--overlap", choices=("on", "off"), default="on",
+        help="gradients are reduced under the last backward, as --holmes-overlap auto does (default: on)")
+    add("--inflight", choices=("auto", "off"), default="auto",
+        help="micro-batches in flight that hide edges, as under --holmes-inflight auto, or off")
+    add("--passes", choices=("auto", "1f1b"), default="1f1b",
+        help="auto: backward passes in two, as under --holmes-passes auto")
+    add("--explain", action="store_true", help="every stage's times and memory, for each --partition")
+    add("--picture", metavar="FILE", help="the same as a picture (.png, .svg, .pdf; needs matplotlib)")
+
+
+def outcomes(costs: StageCosts, alpha: float) -> dict[str, Estimate]:
+    """The prediction for every method of plan/partition.py."""
+    return {method: predict(costs, partition(method, costs, alpha)) for method in METHODS}
+
+
+def document(costs: StageCosts, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    """What --json prints: seconds and bytes, lists by stage; a limit of null means none."""
+    return {
+        "stages": list(costs.names),
+        "micro_batches": costs.micro_batches,
+        "overlap": costs.overlap,
+        "memory_limit_bytes": [None if limit == inf else limit for limit in costs.limit_bytes],
+        "partitions": {
+            name: {
+                "step_seconds": estimate.step_s,
+                "layers": list(estimate.stage_layers),
+                "compute_seconds": list(estimate.compute_s),
+                "reduction_seconds": list(estimate.reduction_s),
+                "exposed_reduction_seconds": list(estimate.exposed_s),
+                "transfer_seconds": list(estimate.transfer_s),
+                "idle_seconds": list(estimate.idle_s),
+                "memory_bytes": list(estimate.memory_bytes),
+                "fits": list(estimate.fits),
+            }
+            for name, estimate in estimates.items()
+        },
+    }
+
+
+def show(costs: StageCosts, estimates: Mapping[str, Estimate]) -> None:
+    """One table for each partition, then the steps."""
+    screen = Screen()
+    for name, estimate in estimates.items():
+        rows = []
+        for stage, place in enumerate(costs.places):
+            times = (estimate.compute_s[stage], (*estimate.transfer_s, 0.0)[stage],
+                     estimate.reduction_s[stage], estimate.exposed_s[stage])
+            cells = [f"{value:.3g}" for value in (*times, estimate.idle_s[stage])]
+            layers = str(estimate.stage_layers[stage])
+            rows.append((f"{stage} {place}", layers, *cells, memory_text(estimate, costs, stage)))
+        styles = ["" if fits else "red" for fits in estimate.fits]
+        screen.table(COLUMNS, rows, f"{name}: predicted step {estimate.step_s:.4g} s", styles)
+    for name, estimate in estimates.items():
+        ratio = estimates["uniform"].step_s / estimate.step_s
+        misfit = "" if all(estimate.fits) else " - does not fit the memory"
+        screen.line(f"{name:>8}: {estimate.step_s:.4g} s, {ratio:.3f} x uniform{misfit}")
+    screen.line("seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of "
+                "the reduction, after the last backward; compute, exposed and idle add up to the step")

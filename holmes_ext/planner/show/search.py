@@ -1,0 +1,265 @@
+"""`holmes plan` without parallel sizes: search them, rank, explain the best, say how to start it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from holmes_ext.cli.show.matrix import show_wan
+from holmes_ext.cli.show.training import LEAVE_OUT, Training, sizes_given
+from holmes_ext.cluster.site import Site, site_from_spec
+from holmes_ext.cluster.sources.hostlist import folded
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.document import save
+from holmes_ext.errors import HolmesError
+from holmes_ext.join import show_plan as joined_plan
+from holmes_ext.patches.megatron.command_line.refusals import refusals
+from holmes_ext.patches.traits import ENGINES
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.rules import REDUCTIONS, rules_of
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.html.pictures import pyplot, write
+from holmes_ext.planner.html.plan_pictures import draw_search
+from holmes_ext.planner.launch_flags import Launch, limited
+from holmes_ext.planner.search.as_plan import given, plan_of, shape_of
+from holmes_ext.planner.search.fewer import best_use
+from holmes_ext.planner.search.result import Candidate, SearchResult
+from holmes_ext.planner.search.search import proven, search
+from holmes_ext.planner.search.simulated import in_passes, timed, with_breadth_first, with_passes
+from holmes_ext.planner.search.space import Limits, parse_limits
+from holmes_ext.planner.search.spreading import with_spread
+from holmes_ext.planner.show import plan_page, search_table
+from holmes_ext.words import grouped
+
+#: Seconds of silence before the progress bar shows.
+SILENCE_S = 2.0
+#: Part of the seconds in which each cluster's own plan is looked for.
+FIRST = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "search (when no sizes are given, and --model or a command line says what to train)"
+    add = parser.add_argument_group(what).add_argument
+    add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
+    add("--search", action="store_true", help="search even if sizes are given, and compare with the best")
+    add("--limit", action="append", default=[], metavar="NAME=V,...",
+        help="search only these values: tensor=1,2 or pipeline=2,tensor=1 or recompute=none or memory=60GB; "
+             "repeatable")
+    add("--for", dest="framework", choices=tuple(ENGINES),
+        help="search only what this framework can do (default: the one whose flags the command line has)")
+    add("--seconds", type=float, default=60.0, metavar="S",
+        help="time limit; ends early once the best is proven (default: 60); Ctrl-C: the best so far")
+    add("--rows", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
+    add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
+    add("--pictures", metavar="DIR",
+        help="write placement, timeline, clusters and ethernet.png, with --joined joined.png (needs "
+             "matplotlib)")
+    add("--joined", action="store_true", help="beside it: one job in each cluster, joined (docs/joined.md)")
+    what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
+    parser.add_argument("command", nargs="*", metavar="-- COMMAND", help=what)
+
+
+def wanted(args: argparse.Namespace) -> bool:
+    """Whether these arguments ask for a search: something says what to train, no option says the sizes."""
+    drawn = args.pictures or args.html
+    of_search = args.global_batch is not None or args.limit or args.framework or drawn or args.command
+    if args.picture or (args.explain and not of_search and not args.model):
+        return False
+    asked = args.search or args.joined or bool(args.limit)
+    return asked or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
+
+
+def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
+    """Search and report; 0, or 130 after Ctrl-C with the best so far. HolmesError on bad input."""
+    if args.rows < 1:
+        raise HolmesError(f"--rows is {args.rows}; it must be 1 or more")
+    if not args.seconds > 0:
+        raise HolmesError(f"--seconds is {args.seconds}; it must be above 0")
+    if job.model is None:
+        what = "the command line names no model (--num-layers, --hidden-size, ...)"
+        what = what if args.command else "nothing says what to train"
+        raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
+    site, links = site_from_spec(spec), Links.of_spec(spec)
+    batch, limits = global_batch(args, job, site), limits_of(args, job)
+    with _Bar(quiet=args.json) as bar:
+        end = time.monotonic() + args.seconds
+        asked = asked_for(Network(site, links), job, batch, limits)
+        result = search(asked, args.seconds, bar.on_progress, args.rows, prove=False)
+        result, job = beside(result, job)
+        more: dict[str, Any] = {}
+        if not result.interrupted:
+            if args.nodelist:  # these nodes, and all of them
+                result = proven(with_spread(result), end, bar.on_progress)
+            else:
+                result = best_use(result, spec, end, bar.on_progress, args.rows)
+            if result.on_all is not None:
+                lines, more["leave_out"] = leave_out(result, result.on_all, args, job)
+                job = replace(job, lines=(*lines, *job.lines))
+                result = result if job.sizes is None else result.on_all
+            if job.engine.breadth_first:
+                result = with_breadth_first(result)
+            if asked.rules.splits:
+                result = with_passes(result)
+    joined = None
+    if args.joined and not result.interrupted:
+        joined = joined_plan.beside(result.on_all or result, FIRST * args.seconds)
+        more["joined"] = joined.document()
+    plan = plan_of(result, result.best, job.options)
+    if args.output:
+        plan.save(args.output)
+    starts = search_table.launches_of(result, args, job)
+    if args.json:
+        print(search_table.document(result, plan, job, starts, more))
+    else:
+        search_table.show(result, args, job, starts)
+        show_wan(links.site(site), spec.notes)
+        if joined is not None:
+            joined_plan.show(joined)
+    draw(result, args, job, starts, joined)
+    if args.output and not args.json:
+        print(f"written: {args.output}")
+    return 130 if result.interrupted else 0
+
+
+def leave_out(
+    fewer: SearchResult, on_all: SearchResult, args: argparse.Namespace, job: Training
+) -> tuple[list[str], dict[str, Any]]:
+    """What to say where a job on fewer nodes is faster: lines, and the same for --json. A command line's
+    sizes are of all nodes, so the lines name flags for the fewer."""
+    nodes = [node.name for node in fewer.network.site.nodes]
+    left = grouped((node.cluster, node.name) for node in on_all.network.site.nodes if node.name not in nodes)
+    clusters = fewer.network.site.clusters
+    named = ", ".join(f"{len(names)} nodes of {cluster} ({folded(names)})" if cluster in clusters else
+                      f"{cluster} ({len(names)} nodes)" for cluster, names in left.items())
+    ratio = on_all.best.step_s / fewer.best.step_s
+    lines = [f"{LEAVE_OUT}{named}: a job on {folded(nodes)} takes {fewer.best.step_s:.4g} s a step, on all "
+             f"nodes {on_all.best.step_s:.4g} s, {ratio:.2f} times as long"]
+    starts = search_table.launches_of(fewer, args, job, "")
+    if job.sizes is not None:
+        lines += [f"  {name}: {' '.join(flags)}" for name, flags in search_table.launch_lines(starts).items()]
+    return lines, {
+        "nodes": left, "nodelist": folded(nodes), "step_seconds": fewer.best.step_s,
+        "step_seconds_of_all": on_all.best.step_s, "best": search_table.row(fewer.best, fewer),
+        "launch": {name: asdict(launch) for name, launch in starts.items()},
+    }
+
+
+def asked_for(network: Network, job: Training, batch: int, limits: Limits = Limits()) -> SearchResult:
+    """A search's question: what the job's model, engine, options and command line say."""
+    rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
+    if job.engine.two_level_zero is not None:  # its flags can ask for them
+        rules = replace(rules, reductions=REDUCTIONS)
+    asked = SearchResult(network, job.known_model, batch, limits, rules, job.engine,
+                         stock_overlap=job.engine.overlaps)
+    if not job.said.framework:
+        return asked
+    return replace(asked, stock_overlap=job.said.overlap, gather_overlap=job.said.gather_overlap)
+
+
+def limits_of(args: argparse.Namespace, job: Training) -> Limits:
+    """What is searched: of --limit, as far as the framework that is asked for or that has the flags can."""
+    limits, framework = parse_limits(args.limit), args.framework or job.said.framework
+    return limited(limits, job.engine, framework) if framework else limits
+
+
+def check_pictures(args: argparse.Namespace, job: Training) -> None:
+    """HolmesError where --html or --pictures lacks a model or matplotlib: before the search, not after it."""
+    for name in ("html", "pictures"):
+        if getattr(args, name):
+            pyplot(f"--{name} needs")
+            if job.model is None:
+                advice = "give --model FILE (examples/models has some)"
+                raise HolmesError(f"--{name} needs to know the model: {advice} or a command line after --")
+
+
+def draw(
+    search_result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
+    joined: joined_plan.Beside | None = None,
+) -> None:
+    """The page of --html and the pictures of --pictures."""
+    written = draw_search(search_result, Path(args.pictures)) if args.pictures else []
+    if joined is not None and args.pictures:
+        written.append(write(joined.figure(), Path(args.pictures) / "joined.png", "name another directory"))
+    if args.html:
+        save(args.html, plan_page.document(search_result, args, job, starts, joined), "the page")
+        written.append(Path(args.html))
+    for path in written:
+        print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)
+
+
+def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Training]:
+    """With the user's layout beside what was found, or a line that says why it cannot be."""
+    if job.sizes is None:
+        return search_result, job
+    try:
+        sizes = job.sizes.complete(search_result.network.world, search_result.network.processes)
+        layout = timed(search_result, _candidate(search_result, job, sizes))
+    except HolmesError as error:
+        return search_result, replace(job, lines=(*job.lines, f"not possible: your layout: {error}"))
+    return replace(search_result.with_known(layout), user_layout=layout), job
+
+
+def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:
+    """The layout of a plan of given sizes, in that plan's order of nodes, simulated; no search."""
+    assert plan.sizes is not None
+    model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
+    batch = model.micro_batches * model.micro_batch * plan.sizes.data
+    asked = asked_for(network, replace(job, model=model), batch)
+    layout = timed(asked, _candidate(asked, job, plan.sizes, plan))
+    if asked.rules.splits:
+        layout = in_passes(asked, layout) or layout
+    return replace(asked, user_layout=layout, candidates=[layout])
+
+
+def _candidate(result: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None) -> Candidate:
+    said, options = job.said, job.options
+    partitioned = bool(options.plan) or options.partition != "uniform"
+    for line in refusals(said, sizes, result.network.world, partitioned):
+        raise HolmesError(line)
+    shape = shape_of(result.model, sizes, *job.zero_and_chunks)
+    layers = plan and plan.stage_layers or said.stage_layers
+    flat = job.engine.two_level_zero is not None and said.instances <= 1
+    return given(result, sizes, shape, layers, plan.nodes if plan is not None else (), flat)
+
+
+def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
+    """Sequences of a step on all nodes of `site`; HolmesError where nothing says them."""
+    model = job.known_model
+    if args.global_batch is not None or model.global_batch:
+        return model.global_batch if args.global_batch is None else args.global_batch
+    if job.said.model is not None and job.sizes is not None:
+        sizes = job.sizes.complete(site.world_size, site.processes)
+        return model.micro_batches * model.micro_batch * sizes.data
+    needed = "a search needs it, or --global-batch N (sequences of a step)"
+    raise HolmesError(f"{model.source}: key 'global_batch' is missing; {needed}")
+
+
+class _Bar(Progress):
+    """A progress bar on stderr once the search has taken SILENCE_S; nothing where stderr is no terminal."""
+
+    def __init__(self, quiet: bool):
+        text = TextColumn("{task.completed:.0f} of {task.total:.0f}")
+        console = Console(stderr=True)
+        shown = console.is_terminal and not quiet
+        super().__init__(TextColumn("{task.description}"), BarColumn(), text, TimeElapsedColumn(),
+                         console=console, transient=True, disable=not shown)
+        self.begin, self.task = time.monotonic(), self.add_task("searching", visible=False)
+
+    def on_progress(self, done: int, left: int, best: float, gap: float) -> None:
+        """search's Progress; gap: 1 before anything was simulated."""
+        text = "searching" if best == inf else f"best so far {best:.4g} s"
+        text += f", simulated; at most {gap:.1%} can be saved" if gap < 1 else ""
+        visible = time.monotonic() - self.begin > SILENCE_S
+        self.update(self.task, description=text, completed=done, total=done + left, visible=visible)

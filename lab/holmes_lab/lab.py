@@ -1,0 +1,321 @@
+"""Lab: brings the nodes of a SiteSpec up, runs jobs in them, reads their counters, breaks their links."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import holmes_ext
+import holmes_lab
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.errors import HolmesError
+from holmes_lab import state
+from holmes_lab.emulate.accelerator import VARIABLE as ACCELERATOR
+from holmes_lab.gpu.job import OF_TEMPLATE, Gpus
+from holmes_lab.network import crossing, sysfs_tree
+from holmes_lab.network import shaping as network
+from holmes_lab.process import ranks, wire, zygote
+from holmes_lab.process.job import Job, OnLine, RunResult
+from holmes_lab.rights import denied, program
+
+_KEEPER_BOOT = """
+import os
+import sys
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+from holmes_lab.process.keeper import main
+main(sys.argv[2:])
+"""
+#: Folders with the packages holmes_lab and holmes_ext, for Pythons that the lab starts.
+_ROOTS = os.pathsep.join(str(Path(package.__file__ or "").parents[1]) for package in (holmes_lab, holmes_ext))
+_SWITCH = ""
+_FIRST_PORT = 29500  # the nodes' port space is the lab's own; below the ephemeral ports
+
+
+class Lab:
+    """A context manager: the nodes exist inside the `with` block.
+
+    spec: the site; scale: factor on every rate; realtime: ranks run under SCHED_RR where that is permitted
+    (RunResult says whether it was); sysctl: of every node's network namespace, {"net.ipv4.tcp_wmem": "4096
+    16384 67108864"}; what is left out is as on this machine; login: with a host "login" beside the nodes, for
+    lab/launchers/. HolmesError when the machine lacks a right or a tool, naming it.
+    """
+
+    def __init__(self, spec: SiteSpec, scale: float = 1.0, realtime: bool = False,
+                 sysctl: Mapping[str, str] = MappingProxyType({}), login: bool = False):
+        self.spec, self.scale, self.realtime, self.sysctl = spec, scale, realtime, sysctl
+        self.nodes = network.lay_out(spec, scale)
+        self.hosts = (*self.nodes, network.login_node(spec, self.nodes, scale)) if login else self.nodes
+        self._by_name = {node.name: node for node in self.hosts}
+        self._tools = {name: program(name) for name in ("ip", "tc")}
+        self._ports = itertools.count(_FIRST_PORT)
+        self._zygotes: dict[Any, socket.socket] = {}
+        self._pids: dict[str, tuple[int, int]] = {}
+        # pid of what carries between clusters, if the file says what lies there
+        self.delay_line: int | None = None
+
+    def __enter__(self) -> Lab:
+        self.directory = state.new_directory()
+        try:
+            self._start_keeper()
+            self._make_nodes()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every job and free everything; returns when it is gone."""
+        if hasattr(self, "_keeper"):
+            self._control.close()
+            self._keeper.wait()
+            for zygote_control in self._zygotes.values():
+                zygote_control.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def run(self, command: Sequence[str], **options: Any) -> RunResult:
+        """start with these options, and wait; an exception (Ctrl-C too) ends the job."""
+        job = self.start(command, **options)
+        try:
+            return job.wait()
+        except BaseException:
+            job.kill()
+            raise
+
+    def start(self, command: Sequence[str], *, order: Sequence[str] | None = None,
+              processes: int | None = None, env: Mapping[str, str] | None = None,
+              preload: Sequence[str] = (), timeout: float | None = None, on_line: OnLine | None = None,
+              logs: Path | None = None, accelerator: Mapping[str, Any] | None = None, grace: float = 5.0,
+              cwd: str | Path | None = None, gpus: Gpus | None = None) -> Job:
+        """Start `command` once for each process; the Job has pids, poll, wait and kill.
+
+        order: the nodes in the launcher's order, default the file's (some of them: a smaller job); processes:
+        of each node, default the file's; env: on top of this process's environment; preload: modules imported
+        once, then every rank is forked (`command` must be python SCRIPT or python -m MODULE); timeout in
+        seconds (returncode 124); on_line(rank, line, "stdout" or "stderr") is called in a thread; logs: a
+        directory for rank0.log, ...; accelerator: configuration of lab.emulate.accelerator; grace: seconds
+        that others get when one fails; gpus: the emulated GPUs that the ranks find (Job.watch: where they
+        tell what they do).
+        """
+        nodes = list(self.nodes) if order is None else [self._node(name) for name in order]
+        ranks.check_order(nodes)
+        count = ranks.processes_for_each(nodes, processes, self.spec.source)
+        common, emulated = ranks.common_environment(env or {}, accelerator)
+        port, directory, watch = next(self._ports), str(cwd or os.getcwd()), None
+        if gpus is not None:
+            total = gpus.check(count, len(nodes) * count, common)
+            holmes = ranks.asks_for_holmes(command, common)
+            watch = self.directory / "gpu" / str(port)
+            watch.mkdir(parents=True)
+            common |= gpus.environment(common, total, nodes, holmes, watch)
+        argv, zygote_control = list(command), None
+        if preload:
+            script = zygote.script_of(argv)
+            if script is None:
+                wanted = "`python SCRIPT ...` or `python -m MODULE ...`"
+                raise HolmesError(f"--preload: the command must be {wanted}, not {' '.join(argv[:2])!r}")
+            argv = script[1]
+            zygote_control = self._zygote(script[0], tuple(preload), common, directory)
+        messages: list[dict[str, Any]] = []
+        for rank in range(len(nodes) * count):
+            node = nodes[rank // count]
+            env = {**common, **ranks.rank_environment(nodes, rank, count, port), **self.variables(node.name),
+                   "HOLMES_LAB_RANK": str(rank)}
+            env |= gpus.clock.variables(node.cluster) if gpus else {}
+            messages.append(self._message(rank, node.name, argv, env, directory))
+        return self._job(messages, zygote_control, on_line, logs and Path(logs), timeout, grace, emulated,
+                         watch)
+
+    def start_programs(self, programs: Sequence[ranks.Program], *, timeout: float | None = None,
+                       on_line: OnLine | None = None, logs: Path | None = None, grace: float = 5.0,
+                       cwd: str | Path | None = None) -> Job:
+        """Start each program on its host, with no variables of a rank; the Job counts them in their order.
+        The options are those of start."""
+        directory = str(cwd or os.getcwd())
+        messages = [self._message(number, program.host, list(program.argv), dict(program.env), directory)
+                    for number, program in enumerate(programs)]
+        return self._job(messages, None, on_line, logs and Path(logs), timeout, grace, False)
+
+    def _message(self, number: int, host: str, argv: list[str], env: dict[str, str],
+                 directory: str) -> dict[str, Any]:
+        """What lab/process/launch.py is told of one process."""
+        holder = self._pids[self._node(host).name][0]
+        return {"rank": number, "holder": holder, "env": env, "argv": argv, "cwd": directory,
+                "realtime": self.realtime}
+
+    def _job(self, messages: list[dict[str, Any]], zygote_control: socket.socket | None,
+             *options: Any) -> Job:
+        ours, theirs = wire.pair()
+        try:
+            if zygote_control is None:
+                self._ask("job", descriptors=[theirs.fileno()])
+            else:
+                wire.send(zygote_control, {}, [theirs.fileno()])
+            theirs.close()
+            return Job(messages, ours, *options)
+        except OSError as error:
+            # --logs cannot be written, too many open files, a long environment, a dead zygote
+            raise HolmesError(f"lab: the job cannot be started: {error}") from None
+
+    def counters(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """node -> NIC -> (bytes received, bytes sent) since the lab came up."""
+        result: dict[str, dict[str, tuple[int, int]]] = {}
+        for node in self.nodes:
+            lines = Path(f"/proc/{self._pids[node.name][0]}/net/dev").read_text().splitlines()[2:]
+            fields = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+            result[node.name] = {nic.name: (int(fields[nic.name][0]), int(fields[nic.name][8]))
+                                 for nic in node.nics}
+        return result
+
+    def set_link(self, node: str, nic: str, up: bool) -> None:
+        """Pull (or plug in) the NIC's cable: its switch port goes down, the node sees no carrier."""
+        link = self._node(node).nic(nic)
+        self._tool(_SWITCH, "ip", f"link set dev {link.port} {'up' if up else 'down'}\n")
+        sysfs_tree.set_link(self.sysfs(node), link, up)
+
+    def set_silent(self, node: str, nic: str, silent: bool) -> None:
+        """Take the NIC's switch port out of its bridge (or put it back): frames are lost unseen."""
+        link = self._node(node).nic(nic)
+        self._tool(_SWITCH, "ip",
+                   f"link set dev {link.port} {'nomaster' if silent else f'master {link.bridge}'}\n")
+
+    def configure(self, node: str, line: str) -> None:
+        """Run `ip LINE` on the node."""
+        self._tool(node, "ip", f"{line}\n")
+
+    def rename(self, node: str, names: Mapping[str, str], hca: str) -> None:
+        """Other names for the node's NICs ({"roce0": "ens6np0"}) and HCA, as on its replacement, links up."""
+        old = self._node(node)
+        nics = tuple(replace(nic, name=names.get(nic.name, nic.name), hca=hca) for nic in old.nics)
+        for a, b in ((a.name, b.name) for a, b in zip(old.nics, nics) if a.name != b.name):
+            self._tool(node, "ip", f"link set dev {a} down\nlink set dev {a} name {b}\nlink set dev {b} up\n")
+        new = self._by_name[node] = replace(old, nics=nics)
+        self.hosts = tuple(self._by_name.values())
+        self.nodes = self.hosts[: len(self.nodes)]
+        shutil.rmtree(self.sysfs(node))
+        sysfs_tree.write_tree(self.sysfs(node), new)
+
+    def set_rate(self, node: str, nic: str, bps: int) -> None:
+        """Shape the NIC to `bps` bits/s, both ways, without the scale; what its sysfs announces stays."""
+        link = self._node(node).nic(nic)
+        for place, device in ((node, link.name), (_SWITCH, link.port)):
+            limit, shape = network.shape_commands(device, bps)
+            self._tool(place, "ip", limit + "\n")
+            self._tool(place, "tc", shape + "\n")
+
+    def variables(self, host: str) -> dict[str, str]:
+        """Those by which a process learns on which emulated host it is."""
+        cluster = self._node(host).cluster
+        return {"HOLMES_SYSFS": str(self.sysfs(host)), "HOLMES_LAB_NODE": host, "HOLMES_LAB_CLUSTER": cluster,
+                "HOLMES_LAB_SCALE": f"{self.scale:g}"}
+
+    def sysfs(self, node: str) -> Path:
+        return self.directory / "sysfs" / node
+
+    def holder(self, node: str, inside: bool = False) -> int:
+        """Of the node's namespaces (nsenter -t PID -n -u -m); `inside`: as the nodes see it."""
+        return self._pids[self._node(node).name][inside]
+
+    def _node(self, name: str) -> network.LabNode:
+        if name not in self._by_name:
+            raise HolmesError(f"{self.spec.source}: no node {name!r}; it has {', '.join(self._by_name)}")
+        return self._by_name[name]
+
+    def _start_keeper(self) -> None:
+        self._control, theirs = wire.pair()
+        owner = state.identity(os.getpid())
+        self._told = {"owner": owner, "source": self.spec.source, "nodes": list(self._by_name)}
+        state.record(self.directory, keeper=[0, 0], **self._told)
+        caller = os.pidfd_open(os.getpid())
+        with open(self.directory / "keeper.log", "w") as log:
+            boot = [sys.executable, "-I", "-S", "-c", _KEEPER_BOOT, _ROOTS]
+            self._keeper = subprocess.Popen(
+                [*boot, str(theirs.fileno()), str(caller), str(self.directory)],
+                pass_fds=(theirs.fileno(), caller),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        theirs.close()
+        os.close(caller)
+        self._told["keeper"] = state.identity(self._keeper.pid)
+        state.record(self.directory, **self._told)
+        answer = self._answer()
+        if "denied" in answer:
+            raise HolmesError(denied(answer["denied"]))
+
+    def _make_nodes(self) -> None:
+        hosts, nsswitch = self.directory / "hosts", self.directory / "nsswitch.conf"
+        hosts.write_text(network.hosts_file(self.hosts))
+        # no name server can be reached from a node
+        nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")
+        rails = network.RAILS_SYSCTL if any(len(node.nics) > 2 for node in self.nodes) else {}
+        for node in self.hosts:
+            answer = self._ask("node", name=node.name, hosts=str(hosts), nsswitch=str(nsswitch),
+                               sysctl={**rails, **self.sysctl})
+            self._pids[node.name] = tuple(answer["pids"])
+            sysfs_tree.write_tree(self.sysfs(node.name), node)
+        batches = {_SWITCH: network.switch_batches(self.hosts,
+                                                   {name: pids[1] for name, pids in self._pids.items()})}
+        batches.update({node.name: network.node_batches(node) for node in self.hosts})
+        for place, (ip, tc) in batches.items():
+            self._tool(place, "ip", ip)
+            self._tool(place, "tc", tc)
+        if self.spec.wan:
+            where = [(node.address, node.site, node.nics[0].mac) for node in self.hosts]
+            settings = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
+            self.delay_line = self._ask("wan", **settings)["pids"][0]
+            self._tool(_SWITCH, "ip",
+                       "".join(f"{line}\n" for line in crossing.tap_lines(len(settings["clusters"]))))
+        holders = {name: [state.identity(self.holder(name)), self.variables(name)] for name in self._by_name}
+        state.record(self.directory, **self._told, hosts=holders)
+
+    def _tool(self, place: str, tool: str, batch: str) -> None:
+        answer = self._ask("tool", name=place, argv=[self._tools[tool], "-batch", "-"], text=batch)
+        if answer["status"] != 0:
+            raise HolmesError(f"lab: `{tool}` failed on {place or 'the switch'}: {answer['error'].strip()}")
+
+    def _zygote(self, interpreter: str, modules: tuple[str, ...], env: dict[str, str],
+                directory: str) -> socket.socket:
+        """The control socket of a Python with `modules` imported in that environment, started at need."""
+        env = {name: value for name, value in env.items() if name in (ACCELERATOR, *OF_TEMPLATE)
+               or not name.startswith(("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_"))
+               }  # each rank's own
+        if OF_TEMPLATE[0] in env:
+            # else a module that counts GPUs when imported forbids the fork
+            env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        key = (interpreter, modules, tuple(sorted(env.items())), directory)
+        if key not in self._zygotes:
+            log = self.directory / f"preload{len(self._zygotes)}.log"
+            argv = [interpreter, "-c", zygote.BOOT, _ROOTS, ",".join(modules)]
+            self._zygotes[key] = zygote.start(
+                partial(self._ask, "zygote", argv=argv, env=env, cwd=directory), log, modules)
+        return self._zygotes[key]
+
+    def _ask(self, do: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
+        try:
+            wire.send(self._control, {"do": do, **arguments}, descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # _answer says why
+        answer = self._answer()
+        if "error" in answer and "status" not in answer:
+            raise HolmesError(f"lab: {answer['error']}")
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        message, _ = wire.receive(self._control)
+        if message is None:
+            log = self.directory / "keeper.log"
+            lines = log.read_text().strip().splitlines() if log.exists() else []
+            reason = lines[-1] if lines else "it was killed"
+            raise HolmesError(f"the lab's keeper (pid {self._keeper.pid}) has ended: {reason}")
+        return message

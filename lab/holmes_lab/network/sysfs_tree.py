@@ -1,0 +1,132 @@
+"""A sysfs tree for an emulated node that looks like a captured one: what HOLMES_SYSFS names inside the lab.
+
+    devices/pci0000:00/0000:17:00.0/net/eth0/...
+    devices/pci0000:00/0000:31:00.0/{numa_node, net/ib0/..., infiniband/mlx5_0/ports/1/...}
+    class/net/{eth0, ib0}, class/infiniband/mlx5_0          links into devices/
+
+Layout and texts as in Linux drivers/infiniband/core/sysfs.c and net/core/net-sysfs.c.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from holmes_ext.cluster.nic import KINDS
+from holmes_lab.network.shaping import MAX_NODES, MTU, LabNic, LabNode
+
+_ETHERNET_PCI, _HCA_BUS = "0000:17:00.0", 0x31  # of the first rail; the next one's is the next
+_LANE_GBPS = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
+#: Hardware types of net devices (linux/if_arp.h).
+_ETHER, _INFINIBAND = 1, 32
+_GID_TABLE_SIZE = 8
+
+
+def write_tree(root: Path, node: LabNode) -> None:
+    """Write the tree of `node` below `root` (made here), every link up; and ip_addr.json (`ip -j addr`)."""
+    addresses = []
+    for number, nic in enumerate(node.nics, start=2):  # 1 is lo
+        address = _ETHERNET_PCI if nic.kind == "ethernet" else f"0000:{_HCA_BUS + nic.rail:02x}:00.0"
+        pci = root / "devices/pci0000:00" / address
+        _write(pci, {"numa_node": "0", "vendor": "0x15b3", "device": "0x101b", "class": "0x020000"})
+        _write(pci, {"uevent": f"DRIVER=mlx5_core\nPCI_SLOT_NAME={pci.name}"})
+        _link(pci / "driver", root / "bus/pci/drivers/mlx5_core")
+        _write(pci / "net" / nic.name, {**_net_files(nic), "ifindex": str(number), "iflink": str(number)})
+        _write(pci / "net" / nic.name, {"uevent": f"INTERFACE={nic.name}\nIFINDEX={number}"})
+        inet = {"family": "inet", "local": nic.address, "prefixlen": nic.prefix, "label": nic.name}
+        inet["scope"] = "global"
+        addresses.append({"ifindex": number, "ifname": nic.name, "mtu": MTU, "addr_info": [inet]})
+        _link(pci / "net" / nic.name / "device", pci)
+        _link(root / "class/net" / nic.name, pci / "net" / nic.name)
+        if nic.kind != "ethernet":
+            device = pci / "infiniband" / nic.hca
+            _write(device, {"node_type": "1: CA", "node_guid": _groups(_guid(nic)), "fw_ver": "20.31.1014"})
+            _write(device, {"hca_type": "MT4123"})
+            _link(device / "device", pci)
+            _write_port(device / "ports/1", node, nic)
+            _link(root / "class/infiniband" / nic.hca, device)
+        set_link(root, nic, up=True)
+    _write(root, {"ip_addr.json": json.dumps(addresses)})
+    (root / "bus/pci/drivers/mlx5_core").mkdir(parents=True)
+
+
+def set_link(root: Path, nic: LabNic, up: bool) -> None:
+    """What the tree says of a NIC whose cable is plugged in (`up`) or pulled."""
+    _write(root / "class/net" / nic.name,
+           {"operstate": "up" if up else "down", "carrier": "1" if up else "0"})
+    if nic.kind != "ethernet":
+        state, physical = ("4: ACTIVE", "5: LinkUp") if up else ("1: DOWN", "2: Polling")
+        _write(root / "class/infiniband" / nic.hca / "ports/1", {"state": state, "phys_state": physical})
+
+
+def _net_files(nic: LabNic) -> dict[str, str]:
+    infiniband = KINDS[nic.kind].infiniband
+    mac = "00:00:10:49:" + ":".join(_bytes(_prefix(nic)) + _bytes(_guid(nic))) if infiniband else nic.mac
+    return {
+        "type": str(_INFINIBAND if infiniband else _ETHER),
+        "speed": str(round(nic.nominal_bps / 1e6)),
+        "mtu": "2044" if infiniband else str(MTU),
+        "address": mac,
+        "flags": "0x1003",  # up, broadcast, multicast
+        "dev_id": "0x0",
+        "dev_port": "0",
+    }
+
+
+def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
+    infiniband = KINDS[nic.kind].infiniband
+    own_lid = node.index + 2 + MAX_NODES * nic.rail  # 1 is the subnet manager's
+    lid, sm_lid = (f"0x{own_lid:x}", "0x1") if infiniband else ("0x0", "0x0")
+    layer = "InfiniBand" if infiniband else "Ethernet"
+    rate = _rate_text(nic.nominal_bps)
+    _write(port, {"link_layer": layer, "rate": rate, "lid": lid, "sm_lid": sm_lid, "sm_sl": "0"})
+    _write(port / "pkeys", {"0": "0xffff"})
+    if infiniband:
+        gids = [(_prefix(nic) << 64 | _guid(nic), "IB/RoCE v1")]
+    else:
+        link_local = 0xFE80 << 112 | _guid(nic)
+        mapped = 0xFFFF << 32 | int.from_bytes(bytes(map(int, nic.address.split("."))), "big")
+        gids = [(gid, kind) for gid in (link_local, mapped) for kind in ("IB/RoCE v1", "RoCE v2")]
+        _write(port / "gid_attrs/ndevs", {str(index): nic.name for index in range(len(gids))})
+    _write(port / "gid_attrs/types", {str(index): kind for index, (_, kind) in enumerate(gids)})
+    empty = [(0, "")] * (_GID_TABLE_SIZE - len(gids))
+    _write(port / "gids", {str(index): _groups(gid, 8) for index, (gid, _) in enumerate(gids + empty)})
+
+
+def _rate_text(bps: int) -> str:
+    """As the kernel prints it: "200 Gb/sec (4X HDR)"; a rate that no link has is called SDR."""
+    name = next((name for name, lane in _LANE_GBPS.items() if bps == 4 * lane * 1e9), "SDR")
+    return f"{bps / 1e9:g} Gb/sec (4X {name})"
+
+
+def _prefix(nic: LabNic) -> int:
+    """The fabric's subnet prefix: site-local, one for each fabric (the default fe80:: would be ambiguous)."""
+    return 0xFEC0 << 48 | (nic.number + 1)
+
+
+def _guid(nic: LabNic) -> int:
+    """EUI-64 of the MAC address."""
+    octets = bytes.fromhex(nic.mac.replace(":", ""))
+    return int.from_bytes(bytes([octets[0] ^ 2]) + octets[1:3] + b"\xff\xfe" + octets[3:], "big")
+
+
+def _groups(value: int, groups: int = 4) -> str:
+    digits = f"{value:0{4 * groups}x}"
+    return ":".join(digits[start : start + 4] for start in range(0, len(digits), 4))
+
+
+def _bytes(value: int) -> list[str]:
+    return [f"{octet:02x}" for octet in value.to_bytes(8, "big")]
+
+
+def _write(directory: Path, files: dict[str, str]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name).write_text(text + "\n")
+
+
+def _link(path: Path, target: Path) -> None:
+    """A relative link, so that the tree may be copied elsewhere."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(os.path.relpath(target, path.parent))

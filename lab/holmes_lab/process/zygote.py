@@ -1,0 +1,169 @@
+"""A Python that has imported the job's modules and forks the ranks: saves seconds for each.
+
+    python -c BOOT ROOTS MODULE,MODULE CONTROL     (started by the keeper, with the
+                                                  job's environment and directory)
+
+A rank that it forks looks to the script like a fresh interpreter: sys.argv, sys.path[0], __main__, the
+environment, the random state. `HOLMES` is kept from the zygote (holmes must see each rank, not their
+template) and honoured in the rank; one that does not ask for holmes has none of its modules.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_lab.emulate import trace
+from holmes_lab.network import namespaces
+from holmes_lab.process import launch, wire
+
+BOOT = """
+import os
+import sys
+path = list(sys.path)
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+from holmes_lab.process import zygote
+sys.path[:] = path
+entry = zygote.serve(sys.argv[2].split(","), int(sys.argv[3]))
+del os, path, sys, zygote
+if entry is not None:
+    variables = entry()
+"""
+
+
+#: Seconds at exit in which gloo's threads get the interpreter to forget their last tensors: a stock job
+#: aborts or hangs without them now and then (runtime/groups/callbacks.py, for jobs under holmes, says how).
+_FORGET_S = 0.02
+#: What a module imports at its first use: for seconds in every rank, if not here.
+_FIRST_USE = {"torch": ("torch._dynamo",),
+              "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend",
+                            "deepspeed.ops.op_builder.all_ops", "setuptools", "distutils.ccompiler",
+                            "deepspeed.module_inject.auto_ep_layer",
+                            "deepspeed.module_inject.auto_ep_presets.registry")}
+#: Modules of holmes in this process, for the ranks that ask for it.
+_holmes: set[str] = set()
+
+
+def script_of(command: list[str]) -> tuple[str, list[str]] | None:
+    """(interpreter, [SCRIPT, ...] or ["-m", MODULE, ...]) of a command that can be preloaded, else None."""
+    if not command or not Path(command[0]).name.startswith("python"):
+        return None
+    arguments = command[1:]
+    if arguments[:1] == ["-u"]:
+        arguments = arguments[1:]
+    if arguments[:1] == ["-m"]:
+        return (command[0], arguments) if len(arguments) > 1 else None
+    return (command[0], arguments) if arguments and not arguments[0].startswith("-") else None
+
+
+def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> socket.socket:
+    """Its control socket, with the modules imported. ask: the keeper; log: what they print."""
+    ours, theirs = wire.pair()
+    with open(log, "wb") as file:
+        ask(descriptors=[theirs.fileno(), file.fileno()])
+    theirs.close()
+    message, _ = wire.receive(ours)
+    if message is None or "failed" in message:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["no message"]
+        raise HolmesError(f"--preload {','.join(modules)}: {message['failed'] if message else lines[-1]}")
+    return ours
+
+
+def serve(modules: list[str], control_number: int) -> launch.Entry | None:
+    """Import `modules`, then fork a launcher for each job until the keeper or the caller is gone."""
+    control = socket.socket(fileno=control_number)
+    os.set_inheritable(control_number, False)
+    try:
+        with namespaces.own_proc():
+            for module in modules:
+                importlib.import_module(module)
+            import_for_ranks()
+            if uses_emulated_gpu():
+                raise RuntimeError(
+                    "it uses a GPU while it is imported, which no fork may share; leave it out")
+    except BaseException as error:
+        traceback.print_exc()
+        wire.send(control, {"failed": f"{module}: {error}"})
+        return None
+    wire.send(control, {"ready": True})
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        message, descriptors = wire.receive(control)
+        if message is None:
+            return None
+        if os.fork() == 0:
+            namespaces.die_with_parent()
+            control.close()
+            return launch.serve_job(socket.socket(fileno=descriptors[0]), run_script)
+        os.close(descriptors[0])
+
+
+def import_for_ranks() -> None:
+    """What ranks import later, at the first use of their frameworks, and holmes; before they are forked."""
+    for framework, modules in _FIRST_USE.items():
+        for module in modules if framework in sys.modules else ():
+            with contextlib.suppress(ImportError):  # another version, without it
+                importlib.import_module(module)
+    if "torch" in sys.modules:
+        before = set(sys.modules)
+        for module in ("holmes_ext.job", "holmes_ext.runtime.reduce.reducer"):
+            importlib.import_module(module)
+        importlib.import_module("holmes_ext.patches").all_patches()
+        _holmes.update(name for name in set(sys.modules) - before if name.startswith("holmes_ext."))
+    gc.collect()
+    # else the first full collection in a rank touches, so copies, every page that it shares: 0.1 s each
+    gc.freeze()
+
+
+def _forget_holmes() -> None:
+    for name in _holmes:
+        del sys.modules[name]
+    for name in _holmes:  # else `from holmes_ext import job` finds the old module there, beside a new one
+        package, _, module = name.rpartition(".")
+        if package in sys.modules:
+            delattr(sys.modules[package], module)
+
+
+def uses_emulated_gpu() -> bool:
+    """Whether this process has begun to: its memory is there, or a thread of its streams."""
+    threads = (Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task"))
+    return "/memfd:emulated-gpu" in Path("/proc/self/maps").read_text() or "emulated-gpu\n" in threads
+
+
+def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
+    """Run [SCRIPT, ...] or ["-m", MODULE, ...] in this process as the interpreter would; returns its
+    variables, which are to live until the interpreter ends, as they would there."""
+    atexit.register(time.sleep, _FORGET_S)
+    os.environ.clear()
+    os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    as_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if as_module else list(arguments)
+    if sys.path[:1] == [""]:  # python -c puts it there, unless PYTHONSAFEPATH is set
+        sys.path[0] = os.getcwd() if as_module else str(Path(arguments[0]).resolve().parent)
+    if trace.VARIABLE in env:
+        trace.install(env[trace.VARIABLE])
+    if "--holmes" in sys.argv or env.get("HOLMES") == "1":
+        from holmes_ext.job import activate
+
+        activate(sys.argv)
+    else:
+        _forget_holmes()
+    if as_module:
+        return runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    return runpy.run_path(arguments[0], run_name="__main__")

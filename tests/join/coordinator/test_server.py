@@ -1,0 +1,288 @@
+"""The coordinator over sockets: the token, questions asked again, a restart, strangers, jobs that speak for
+others."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+from joined_jobs import TOKEN, coordinator, place_at
+from waiting import await_, soon
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.coordinator import client as clients
+from holmes_ext.join.coordinator.client import CoordinatorClient, ask_status
+from holmes_ext.join.coordinator.server import CoordinatorServer
+from holmes_ext.join.sockets.handshake import WRONG_TOKEN, Credentials, Refused, call
+
+SUM = "0" * 16
+
+
+def hello(least=1, timeout=20.0, **more):
+    return {
+        "agreed": {"model": "abc"},
+        "maps": {"0": [0, 8, 0]},
+        "addresses": ["10.0.0.1:5"],
+        "versions": [0],
+        "checksums": ["0000000000000007"],
+        "min": least,
+        "timeout": timeout,
+        **more,
+    }
+
+
+def job(name, port, token=TOKEN, least=1, timeout=20.0, **more):
+    document = hello(least, timeout, **more)
+    return CoordinatorClient(place_at(name, port, token=token), lambda: document)
+
+
+def status(port, token=TOKEN):
+    return ask_status("127.0.0.1", port, Credentials(token))
+
+
+READY = {
+    "round": 1,
+    "fragment": 0,
+    "versions": [0],
+    "checksums": ["0000000000000007"],
+    "norm": 1.0,
+    "tokens": 8,
+}
+
+
+def test_two_jobs_go_through_a_round():
+    with coordinator() as server:
+        jobs = [job(name, server.port, least=2) for name in ("east", "west")]
+        answers = {}
+
+        def run(one):
+            entered = one.ask("enter", {}, soon())
+            go = one.ask("ready", READY, soon())
+            check = one.ask("done", {"round": 1, "attempt": 1}, soon())
+            report = {
+                "round": 1,
+                "attempt": 1,
+                "check": check["check"],
+                "digests": {"east": SUM, "west": SUM},
+                "factors": {"east": 0.5, "west": 0.5},
+            }
+            commit = one.ask("checked", report, soon())
+            answers[one.job] = (entered["verdict"], go["members"], commit["verdict"], commit["factors"])
+
+        threads = [threading.Thread(target=run, args=(one,)) for one in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        shares = {"east": 0.5, "west": 0.5}
+        assert answers == dict.fromkeys(("east", "west"), ("in", shares, "commit", shares))
+        maps = jobs[0].ask("maps", {"of": "west"}, soon())
+        assert maps["maps"] == {"0": [0, 8, 0]} and len(maps["ticket"]) == 64
+        for one in jobs:
+            one.close("done")
+        assert any("round 1: commit" in line for line in server.told)
+
+
+def test_a_wrong_token_is_one_line_and_not_tried_again():
+    with coordinator() as server:
+        with pytest.raises(Refused, match="the token is not this run's; set HOLMES_JOIN_TOKEN"):
+            job("east", server.port, token="a token that is wrong").ask("enter", {}, soon())
+        with pytest.raises(HolmesError, match="the token is not"):
+            status(server.port, "a token that is wrong")
+        await_(lambda: any("was turned away: it does not know the token" in line for line in server.told))
+    assert "\n" not in WRONG_TOKEN
+
+
+def test_a_job_that_ends_is_gone_at_once(monkeypatch):
+    monkeypatch.setattr(clients, "HEARTBEAT_S", 0.1)
+    with coordinator() as server:
+        one = job("east", server.port)
+        one.ask("enter", {}, soon())
+        one.start_heartbeat(lambda: {"step": 5, "round": 2, "steps_per_second": 10.0, "bits_per_second": 8e6})
+        await_(lambda: status(server.port)["jobs"][0]["step"] == 5)
+        one.close("training is over")
+        await_(lambda: status(server.port)["jobs"][0]["state"] == "gone")
+        assert "job east is gone: training is over" in status(server.port)["events"]
+
+
+def test_a_job_that_dies_before_its_first_heartbeat_is_gone_at_once():
+    """Its next incarnation is not told that the name is taken."""
+    with coordinator() as server:
+        first = job("east", server.port)
+        first.ask("enter", {}, soon())
+        first._drop()  # as its kernel does when it is killed
+        await_(lambda: status(server.port)["jobs"][0]["state"] == "gone")
+        again = job("east", server.port)
+        assert again.ask("enter", {}, soon())["verdict"] == "in"
+        again.close("over")
+        assert server.told.count("job east is gone: its connection was closed") >= 1
+
+
+def test_jobs_come_back_to_a_restarted_coordinator(monkeypatch):
+    monkeypatch.setattr(clients, "HEARTBEAT_S", 0.1)
+    with coordinator() as server:
+        one = job("east", server.port)
+        one.ask("enter", {}, soon())
+        one.start_heartbeat(lambda: {"step": 5})
+    one._hello = lambda document=one._hello(): {**document, "entered": True, "round": 0}
+    again = {}
+    thread = threading.Thread(target=lambda: again.update(one.ask("ready", READY, soon())))
+    thread.start()  # nobody is there yet
+    with coordinator(server.port) as second:
+        thread.join(20)
+        assert again["members"] == {"east": 1.0}
+        await_(lambda: status(second.port)["jobs"][0]["step"] == 5)
+        one.close("over")
+
+
+def test_a_coordinator_with_another_token_is_away_for_a_job_that_was_in():
+    """It was restarted as it should not be, or somebody else answers: the job waits for its own, as long as
+    it may."""
+    with coordinator() as server:
+        one = job("east", server.port)
+        one.ask("enter", {}, soon())
+    with coordinator(server.port, token="a token that was drawn anew"):
+        with pytest.raises(
+            TimeoutError, match="did not answer 'ready' in 1.5 s .the token is not this run's"
+        ):
+            one.ask("ready", READY, soon(1.5))
+    with coordinator(server.port):
+        assert one.ask("ready", READY, soon())["members"] == {"east": 1.0}
+        one.close("over")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b'{"holmes":2}\n', b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x02" + bytes(8) + b"{}", b""],
+)
+def test_whoever_answers_in_its_place_does_not_end_a_job_that_was_in(answer):
+    with coordinator() as server:
+        one = job("east", server.port)
+        one.ask("enter", {}, soon())
+    with socket.create_server(("127.0.0.1", server.port)) as listener:
+
+        def impostor():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    connection.sendall(answer)
+                    connection.close()
+
+        threading.Thread(target=impostor, daemon=True).start()
+        with pytest.raises(TimeoutError, match="did not answer 'ready' in 1 s"):
+            one.ask("ready", READY, soon(1.0))
+        listener.shutdown(socket.SHUT_RDWR)
+    with coordinator(server.port):
+        assert one.ask("ready", READY, soon())["members"] == {"east": 1.0}
+        one.close("over")
+
+
+def test_a_question_that_is_not_answered_in_time_ends():
+    with coordinator() as server:
+        with pytest.raises(TimeoutError, match="did not answer 'enter' in 0.2 s"):
+            job("east", server.port, least=2, timeout=60).ask("enter", {}, soon(0.2))
+    with pytest.raises(TimeoutError, match="Connection refused"):
+        job("east", server.port).ask("enter", {}, soon(0.2))
+
+
+def test_a_coordinator_that_is_stopped_costs_what_the_deadline_says():
+    """It accepts, and says nothing: the deadline is for the whole question, connecting included."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = job("east", listener.getsockname()[1])
+        for seconds in (1.0, 0.5):
+            begin = time.monotonic()
+            with pytest.raises(TimeoutError):
+                one.ask("enter", {}, soon(seconds))
+            assert time.monotonic() - begin < 9  # an answer alone was waited for 16
+
+
+def test_nonsense_is_answered_or_cut_off_and_named():
+    with coordinator() as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert raw.recv(4096) == b""
+        away = "127.0.0.1 was turned away: it does not speak this protocol"
+        await_(lambda: any(away in line for line in server.told))
+        one = job("east", server.port)
+        with pytest.raises(Refused, match="does not know 'dance'"):
+            one.ask("dance", {}, soon())
+        del (broken := hello())["maps"]
+        one = CoordinatorClient(place_at("west", server.port), lambda: broken)
+        with pytest.raises(Refused, match="hello of a job: key 'maps' is missing"):
+            one.ask("enter", {}, soon())
+
+
+def test_complaints_about_one_address_are_few():
+    with coordinator() as server:
+        for _ in range(30):
+            socket.create_connection(("127.0.0.1", server.port)).close()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+            raw.sendall(b"x" * 100)
+            with contextlib.suppress(ConnectionResetError):
+                raw.recv(1)
+        assert len(server.told) <= 5
+
+
+def test_a_connection_speaks_for_its_own_job_alone():
+    """Whoever has the token, and knows the other's name and incarnation."""
+    with coordinator() as server:
+        east = job("east", server.port)
+        east.ask("enter", {}, soon())
+        thief = CoordinatorClient(place_at("east", server.port), hello)
+        thief.incarnation = east.incarnation
+        with pytest.raises(Refused, match="it is job east, but is another"):
+            thief.ask("ready", READY, soon(2))
+        await_(lambda: any("but is another" in line for line in server.told))
+        assert east.ask("ready", {**READY, "job": "west"}, soon())["members"] == {"east": 1.0}
+        east.close("over")
+
+
+def test_an_address_that_cannot_be_had_is_named():
+    with coordinator() as server:
+        with pytest.raises(HolmesError, match=f"127.0.0.1:{server.port} cannot be listened on"):
+            CoordinatorServer("127.0.0.1", server.port, Credentials(TOKEN), print)
+    for host in ("a" * 64, "\udcff", "256.1.1.1"):  # the first two raised UnicodeError
+        with pytest.raises(HolmesError, match="cannot be listened on"):
+            CoordinatorServer(host, 0, Credentials(TOKEN), print)
+    with pytest.raises(HolmesError, match="is `holmes join serve` running there"):
+        ask_status("127.0.0.1", server.port, Credentials(TOKEN), 2.0)
+
+
+def test_idle_strangers_do_not_keep_jobs_out():
+    """The oldest of the address that has most of them goes."""
+    with coordinator() as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+        assert status(server.port)["jobs"] == []
+        for one in idle:
+            one.close()
+
+
+def test_threads_and_descriptors_of_strangers_are_bounded():
+    with coordinator() as server:
+        before = threading.active_count()
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
+        await_(lambda: threading.active_count() - before <= 20)
+        for one in idle:
+            one.close()
+
+
+def test_ipv6():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    server = CoordinatorServer("", 0, Credentials(TOKEN), lambda line: None)
+    threading.Thread(target=server.serve, daemon=True).start()
+    for host in ("127.0.0.1", "::1"):
+        with contextlib.suppress(OSError):
+            assert ask_status(host, server.port, Credentials(TOKEN))["jobs"] == []
+    server.close()
+
+
+def test_the_channel_of_a_status_is_closed():
+    with coordinator() as server:
+        deadline = soon()
+        channel = call("127.0.0.1", server.port, Credentials(TOKEN), {"purpose": "status"}, deadline)
+        assert channel.receive(deadline)["version"] == 1
+        with pytest.raises(ConnectionError):
+            channel.receive(deadline)

@@ -1,0 +1,150 @@
+"""Frames: what is changed, left out, repeated or out of order ends the connection; so does what is no
+document."""
+
+import socket
+import struct
+import threading
+
+import pytest
+from waiting import soon
+
+from holmes_ext.join.sockets.channel import FRAME_BYTES, BrokenFrame, Channel
+
+KEYS = b"one way's key", b"the other way's"
+
+
+def pair(keys=KEYS):
+    a, b = socket.socketpair()
+    one, two = keys
+    return Channel(a, one, two), Channel(b, two, one)
+
+
+class Recorder:
+    """In place of a socket: what was sent."""
+
+    def __init__(self):
+        self.data = bytearray()
+
+    def settimeout(self, seconds):
+        pass
+
+    def send(self, data):
+        self.data += data
+        return len(data)
+
+
+def sent(*documents, key=KEYS[0]):
+    """The bytes of each document's frame."""
+    recorder, frames = Recorder(), []
+    channel = Channel(recorder, key, None)
+    for document in documents:
+        recorder.data = bytearray()
+        channel.send(document, soon())
+        frames.append(bytes(recorder.data))
+    return frames
+
+
+def received(data, key=KEYS[0], count=1):
+    a, b = socket.socketpair()
+    a.sendall(data)
+    a.close()
+    channel = Channel(b, None, key)
+    try:
+        return [channel.receive(soon()) for _ in range(count)]
+    finally:
+        channel.close()
+
+
+@pytest.mark.parametrize("keys", [KEYS, (None, None)])
+def test_documents_and_bytes_arrive(keys):
+    one, two = pair(keys)
+    one.send({"a": [1, 2.5, "ü", None]}, soon())
+    assert two.receive(soon()) == {"a": [1, 2.5, "ü", None]}
+    data = [memoryview(bytearray(range(256)) * 4096), memoryview(b""), memoryview(b"xyz")]
+    into = [memoryview(bytearray(len(one))) for one in data]
+    thread = threading.Thread(target=one.send_bytes, args=(data, soon()))
+    thread.start()
+    two.receive_bytes(into, soon())
+    thread.join(10)
+    assert [bytes(view) for view in into] == [bytes(view) for view in data]
+    two.send({"then": 1}, soon())
+    assert one.receive(soon()) == {"then": 1}
+
+
+@pytest.mark.parametrize("place", [0, 4, 11, 12, 20, -1])
+def test_one_bit_that_is_flipped_is_noticed(place):
+    """In the length, the sequence number, the payload, the tag."""
+    (frame,) = sent({"norm": 1.5, "text": "abcdefgh"})
+    changed = bytearray(frame)
+    changed[place] ^= 1
+    with pytest.raises(OSError):
+        received(bytes(changed))
+
+
+def test_a_flipped_bit_in_bytes_is_noticed_before_they_count():
+    one, two = socket.socketpair()
+    recorder = Recorder()
+    Channel(recorder, KEYS[0]).send_bytes([memoryview(bytes(1000))], soon())
+    recorder.data[500] ^= 0x40
+    one.sendall(recorder.data)
+    with pytest.raises(BrokenFrame, match="changed on the way"):
+        Channel(two, None, KEYS[0]).receive_bytes([memoryview(bytearray(1000))], soon())
+
+
+def test_order_repetition_and_holes_are_noticed():
+    first, second, third = sent({"n": 1}, {"n": 2}, {"n": 3})
+    assert received(first + second + third, count=3) == [{"n": 1}, {"n": 2}, {"n": 3}]
+    for frames in (first + first, first + third, second + first):
+        with pytest.raises(BrokenFrame, match="came where frame"):
+            received(frames, count=2)
+
+
+def test_frames_of_another_connection_are_noticed():
+    (frame,) = sent({"n": 1}, key=b"another key")
+    with pytest.raises(BrokenFrame, match="MAC differs"):
+        received(frame)
+    with pytest.raises(BrokenFrame, match="MAC differs"):  # sent back to whom it came from
+        received(sent({"n": 1})[0], key=KEYS[1])
+
+
+def test_a_promised_length_is_not_believed():
+    with pytest.raises(BrokenFrame, match="longer than"):
+        received(struct.pack("!IQ", 2**31, 0))
+
+
+@pytest.mark.parametrize("text", [
+    b"[]", b"nonsense", b"\xff\xfe", b'{"a":NaN}', b'{"a":-Infinity}', b'{"a":1e999}',
+    b'{"a":' + b"9" * 30 + b"}",
+    b'{"a":"\\ud800"}', b'{"\\udfff":1}', b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+])  # fmt: skip
+def test_what_is_no_document_is_refused(text):
+    data = struct.pack("!IQ", len(text), 0) + text
+    with pytest.raises(BrokenFrame, match="no document came"):
+        received(data, key=None)
+
+
+def test_what_is_not_finite_is_not_sent():
+    with pytest.raises(ValueError):
+        sent({"a": float("nan")})
+
+
+def test_a_byte_now_and_then_does_not_keep_it_waiting():
+    one, two = pair()
+    stop = threading.Event()
+
+    def trickle():
+        while not stop.wait(0.1):
+            one.socket.send(b"\0")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with pytest.raises(TimeoutError, match="a test took longer than 0.5 s"):
+        two.receive(soon(0.5))
+    stop.set()
+    thread.join(5)
+
+
+def test_large_payloads_are_checked_frame_by_frame():
+    recorder = Recorder()
+    Channel(recorder, KEYS[0]).send_bytes([memoryview(bytes(FRAME_BYTES + 1))], soon())
+    assert len(recorder.data) == FRAME_BYTES + 1 + 2 * (12 + 16)

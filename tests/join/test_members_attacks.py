@@ -1,0 +1,240 @@
+"""What somebody who has the token tries against the coordinator and the other jobs' ranks, and what a crowd
+of strangers does to the log: a second look, after those of test_attacks.py and test_liars.py."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from coordinator_rules import TIMEOUT, Run
+from joined_jobs import TOKEN, coordinator, place_at
+from waiting import soon
+
+import holmes_ext
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.address import incarnation_of
+from holmes_ext.join.coordinator import server as server_module
+from holmes_ext.join.coordinator.client import CoordinatorClient, ask_status
+from holmes_ext.join.peers import routes as routes_module
+from holmes_ext.join.peers.routes import RankIdentity, Routes
+from holmes_ext.join.peers.transfer import Speed
+from holmes_ext.join.rounds.codecs import codec_of
+from holmes_ext.join.settings import parse_outer
+from holmes_ext.join.sockets.channel import BrokenFrame
+from holmes_ext.join.sockets.documents import MOST_VALUES
+from holmes_ext.join.sockets.handshake import Credentials, Refused, call
+
+HELLO = {"agreed": {"outer": {}}, "maps": {"all": [0, 8, 0]}, "addresses": ["127.0.0.1:1"], "versions": [0],
+         "checksums": [""], "min": 1, "timeout": 30.0, "round": 0, "entered": False, "peers": []}
+
+
+def called(port, purpose):
+    return call("127.0.0.1", port, Credentials(TOKEN), purpose, soon())
+
+
+def test_after_a_restart_nobody_takes_the_name_of_a_job_before_it_is_back():
+    """The first secret that was told for an incarnation, which all jobs know, was believed."""
+    with coordinator() as server:
+        east = CoordinatorClient(place_at("east", server.port), lambda: HELLO)
+        thief = {"purpose": "job", "job": "east", "incarnation": east.incarnation, "secret": "another"}
+        channel = called(server.port, thief)  # the coordinator is new: east has not been heard yet
+        assert "but is another" in channel.receive(soon())["error"]
+        channel.close()
+        assert east.ask("enter", {}, soon())["verdict"] == "in"
+        east.close("over")
+
+
+def test_secrets_of_callers_that_join_nothing_are_forgotten(monkeypatch):
+    monkeypatch.setattr(server_module, "_SECRETS", 8)
+    with coordinator() as server:
+        east = CoordinatorClient(place_at("east", server.port), lambda: HELLO)
+        east.ask("enter", {}, soon())
+        for number in range(30):
+            secret = f"s{number}"
+            purpose = {"purpose": "job", "job": "zero", "incarnation": incarnation_of(secret)}
+            called(server.port, {**purpose, "secret": secret}).close()
+        assert len(server._secrets) <= 10
+        told = east.ask("maps", {"of": "east"}, soon())
+        assert told["ticket"], "the secret of a job that is in was forgotten"
+        east.close("over")
+
+
+def restarted(timeout):
+    """Of a coordinator without rounds: two jobs, and a third one that knows of jobs that there are not."""
+    run = Run(least=2)
+    run.fragments = {name: [[8, 5]] * 2 for name in ("east", "west", "zero")}
+    for name in ("east", "west"):
+        run.hello(name, entered=True, round=8, peers=["east", "west"])
+    run.hello("zero", entered=True, round=8, peers=["ghost"], timeout=timeout)
+    return run
+
+
+def test_after_a_restart_jobs_that_one_invents_are_not_awaited_for_as_long_as_it_says():
+    """No round went for 86,400 s."""
+    run = restarted(timeout=86400.0)
+    assert run.ready("east", 9) is None and run.ready("west", 9) is None
+    run.now += TIMEOUT + 1
+    run.hello("zero", entered=True, round=8, peers=["another"], timeout=86400.0)
+    run.ready("east", 9)
+    run.ready("west", 9)
+    run.now += TIMEOUT + 1  # zero is not ready either
+    assert set(run.ready("east", 9)["members"]) == {"east", "west"}
+
+
+def test_invented_jobs_are_bounded():
+    run = Run("east", "west")
+    for number in range(200):
+        run.hello("zero", peers=[f"ghost{number}x{k}" for k in range(64)])
+    assert len(run.coordinator._awaited) <= 4096
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_who_lets_the_others_wait_round_after_round_sits_out(is_ready):
+    """Each round cost the honest jobs a timeout, for ever. is_ready: it is ready, and never exchanges."""
+    run, waited = Run("east", "west", "zero"), []
+    for number in range(1, 101):
+        verdict = run.ready("zero", number) if is_ready or number == 1 else run.ready("zero", number - 1)
+        run.ready("east", number)
+        reply = run.ready("west", number)
+        if reply is None:
+            run.now += TIMEOUT + 1
+            reply = run.ready("west", number)
+            waited.append(number)
+        assert reply["verdict"] == "go", (number, verdict)
+        attempt = 1
+        if "zero" in reply["members"]:
+            for name in ("east", "west"):
+                run.done(name, number, unreached=("zero",))
+            run.now += TIMEOUT + 1
+            assert run.done("east", number)["attempt"] == 2
+            waited.append(number)
+            attempt = 2
+        assert [one["verdict"] for one in run.end(number, "east", "west", attempt=attempt)] == ["commit"] * 2
+        run.fragments["zero"] = [list(one) for one in run.fragments["east"]]
+    assert 3 <= len(waited) <= 12, waited
+
+
+def test_who_is_back_for_good_sits_nothing_out():
+    run = Run("east", "west", "zero")
+    member = run.coordinator.members["zero"]
+    member.in_vain = 2
+    run.whole_round(1, "east", "west", "zero")
+    assert member.in_vain == 0
+    member.in_vain, member.rests_until = 5, 40
+    run.coordinator.gone("east", "1", "over")
+    run.coordinator.gone("west", "1", "over")
+    assert run.ready("zero", 2)["verdict"] == "go", "nobody is there who goes on without it"
+
+
+@pytest.mark.parametrize("incarnation", ["1", "2"])
+def test_who_says_hello_again_sits_out_all_the_same(incarnation):
+    run = Run("east", "west", "zero")
+    run.coordinator.members["zero"].in_vain, run.coordinator.members["zero"].rests_until = 5, 40
+    run.coordinator.gone("zero", "1", "over")
+    run.hello("zero", incarnation)
+    member = run.coordinator.members["zero"]
+    assert (member.in_vain, member.rests_until) == (5, 40)
+
+
+def test_a_peer_that_takes_longer_each_time_is_not_given_more_each_time():
+    """Four times what it took the last time let each round last four times as long as the one before."""
+    speed, peer, seconds = Speed(), SimpleNamespace(job="zero"), 1.0
+    for _ in range(10):
+        speed.took(peer, 10_000_000, seconds)
+        seconds = speed.deadline(peer, 10_000_000, 2.0).seconds * 0.99
+    assert seconds < 10
+
+
+def test_a_document_of_tens_of_millions_of_values_is_not_parsed():
+    """64 MB of "[]," are 2 GB of lists. Who sends it is dropped; the others go on."""
+    with coordinator() as server:
+        channel = called(server.port, {"purpose": "job", "job": "zero", "incarnation": incarnation_of("s"),
+                                       "secret": "s"})
+        bomb = b'{"op":"hello","maps":[' + b"[]," * MOST_VALUES + b"[]]}"
+        header = channel._sent.header(len(bomb))
+        channel._write(memoryview(header + bomb + channel._sent.tag(header, bomb)), soon())
+        with pytest.raises((ConnectionResetError, BrokenFrame)):
+            channel.receive(soon())
+        channel.close()
+        assert ask_status("127.0.0.1", server.port, Credentials(TOKEN))["jobs"] == []
+
+
+def test_addresses_that_others_want_to_be_called_at_do_not_pile_up(monkeypatch):
+    """A standing rank is told of each address by whoever has the token."""
+    monkeypatch.setattr(routes_module, "_NOT_CALLED", 16)
+    monkeypatch.setattr(routes_module, "call", lambda *arguments: (_ for _ in ()).throw(OSError("closed")))
+    routes = Routes(RankIdentity("east", "1", 0, "s"), place_at("east", 1), None, "127.0.0.1:1", print)
+    for port in range(1, 200):
+        assert routes._called_back({"address": f"10.0.0.1:{port}", "job": "zero", "incarnation": "1"}) is None
+    assert len(routes._not_called) <= 16
+
+
+def test_the_log_of_a_crowd_from_many_addresses_is_short():
+    """Five lines a minute for each address were as many as somebody has addresses."""
+    with coordinator() as server:
+        for number in range(500):
+            server._complain(f"2001:db8::{number:x}", "it does not know the token")
+        assert len(server.told) <= 5
+        for number in range(2000):
+            server._complain(f"10.0.{number // 250}.{number % 250}", "it does not know the token")
+        assert len(server.told) <= 60 and "no more are told" in server.told[-1]
+        assert len(server._complaints) <= 60
+
+
+def test_a_relay_is_none_for_those_without_a_standing_line(monkeypatch):
+    """Who has the token cannot make the coordinator call, or carry bytes to, an address of his choice."""
+    from holmes_ext.join.coordinator import relay
+
+    monkeypatch.setattr(relay, "WAIT_S", 0.2)
+    with coordinator() as server:
+        purpose = {"purpose": "relay", "job": "zero", "incarnation": incarnation_of("s"), "secret": "s",
+                   "to_job": "10.0.0.1", "to": "22", "to_rank": 0, "call": "c", "address": "10.0.0.1:22"}
+        channel = called(server.port, purpose)
+        assert channel.receive(soon()) == {"relay": "alone"}
+        channel.close()
+        assert server.relay.counted() == {}
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8", "2bit", "topk"])
+@pytest.mark.parametrize("count", [1, 511, 513, 4097, 10_000])
+def test_any_bytes_of_a_compressed_pseudo_gradient_are_as_many_elements_as_there_should_be(compress, count):
+    """What comes is as long as the receiver says, and becomes no more than that."""
+    codec, like = codec_of(parse_outer(f"compress={compress}")), torch.zeros(count)
+    wire = codec.buffer(like)
+    generator = torch.Generator().manual_seed(count)
+    for _ in range(5):
+        raw = wire.view(torch.uint8)
+        raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
+        assert codec.decode(wire, like).shape == like.shape
+
+
+def test_a_caller_of_another_incarnation_or_without_a_name_is_refused():
+    with coordinator() as server:
+        for change in ({"incarnation": "x" * 65}, {"job": "a b"}, {"secret": ""}, {"incarnation": ""}):
+            purpose = {"purpose": "job", "job": "zero", "incarnation": incarnation_of("s"), "secret": "s"}
+            channel = called(server.port, {**purpose, **change})
+            assert "error" in channel.receive(soon())
+            channel.close()
+
+
+def test_many_jobs_of_one_liar_do_not_keep_others_from_answers():
+    """64 jobs is the most; the next one is refused in words, and those that are there are answered."""
+    with coordinator() as server:
+        clients = [CoordinatorClient(place_at(f"j{k}", server.port), lambda: HELLO) for k in range(65)]
+        for client in clients[:64]:
+            client.ask("enter", {}, soon())
+        with pytest.raises((Refused, HolmesError), match="there are 64 jobs already"):
+            clients[64].ask("enter", {}, soon())
+        assert len(ask_status("127.0.0.1", server.port, Credentials(TOKEN))["jobs"]) == 64
+        for client in clients:
+            client.close("over")
+    assert threading.active_count() < 300
+
+
+def test_no_wait_asks_the_clock_that_can_be_set():
+    """Whoever answers a host's NTP moves it by a day; integration_tests/joined has two hosts apart."""
+    runtime = Path(holmes_ext.__file__).parent / "runtime"
+    files = [*(runtime / "outer").rglob("*.py"), *(runtime / "sockets").rglob("*.py")]
+    assert len(files) > 40
+    assert not [file.name for file in files if "time.time(" in file.read_text()]

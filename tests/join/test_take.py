@@ -1,0 +1,186 @@
+"""A job that takes fragments from another one (peers/take.py): the giver's side, and what the taker
+refuses."""
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.join.peers import take
+from holmes_ext.join.settings import parse_outer
+from holmes_ext.join.shards.ownership import RankRange
+from holmes_ext.join.shards.state import OuterState, Pending
+from holmes_ext.join.shards.weights import Part, Tensor, Weights
+from holmes_ext.join.sockets.channel import Channel
+from holmes_ext.runtime.sockets import deadline as deadlines
+from holmes_ext.runtime.sockets.deadline import Deadline
+
+
+@pytest.fixture
+def state():
+    """Of 8 ones, one fragment of version 0; an outer step takes the gradient off."""
+    weights = Weights("all", [Tensor("w", (8,), "float32")], [Part(0, torch.ones(8))])
+    return OuterState(
+        parse_outer("algorithm=average,every=1,fragments=1,timeout=60"), weights, [RankRange(0, 8, 0)], 0
+    )
+
+
+@pytest.fixture
+def taker(state):
+    """A connection to a Giver in a thread, as another job's rank has one."""
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=take.Giver(state).give, args=(Channel(theirs), {}))
+    thread.start()
+    channel = Channel(ours)
+    yield channel
+    channel.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+class Clock:
+    """In place of `time`: sleeping passes at once, and is when `then` happens."""
+
+    def __init__(self, then=lambda: None):
+        self.now, self.slept, self._then = 0.0, 0, then
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now, self.slept = self.now + seconds, self.slept + 1
+        self._then()
+
+
+def ask(channel, version):
+    """Version and anchor of all elements."""
+    anchor = torch.empty(8)
+    return take._read(channel, 0, version, 0, 8, [anchor], 100), anchor
+
+
+def committed(state, number):
+    state.fragments[0].pending = [Pending(number, torch.full((8,), 0.25))]
+
+
+def test_a_taker_that_comes_before_the_commit_waits_for_it(state, taker, monkeypatch):
+    """The coordinator has told it of a commit that the giver has not heard of yet: what the giver has now is
+    the version before, and the taker would be behind again."""
+    clock = Clock(lambda: committed(state, 5))
+    monkeypatch.setattr(take, "time", clock)
+    monkeypatch.setattr(deadlines, "time", clock)
+    version, anchor = ask(taker, 5)
+    assert version == 5 and torch.equal(anchor, torch.full((8,), 0.75))
+    assert clock.slept == 1 and state.fragments[0].version == 0, "the giver's own step is still to come"
+    assert ask(taker, 5)[0] == 5 and clock.slept == 1, "what is there is given at once"
+
+
+def test_a_version_that_never_comes_is_not_waited_for_longer_than_half_the_timeout(state, taker, monkeypatch):
+    monkeypatch.setattr(take, "time", clock := Clock())
+    monkeypatch.setattr(deadlines, "time", clock)
+    version, anchor = ask(taker, 5)
+    assert version == 0 and torch.equal(anchor, torch.ones(8))
+    assert clock.now == pytest.approx(30, abs=1)
+
+
+@pytest.mark.parametrize("question", [
+    {}, {"fragment": 1, "version": 0, "start": 0, "stop": 8},
+    {"fragment": -1, "version": 0, "start": 0, "stop": 8},
+    {"fragment": 0, "version": 0, "start": 0, "stop": 9},
+    {"fragment": 0, "version": 0, "start": 5, "stop": 2},
+    {"fragment": 0, "version": "x", "start": 0, "stop": 8},
+    {"fragment": 0, "version": True, "start": 0, "stop": 8},
+])  # fmt: skip
+def test_a_question_for_what_is_not_there_ends_the_connection(question, taker):
+    deadline = Deadline(10, "a test")
+    taker.send(question, deadline)
+    with pytest.raises(ConnectionError):
+        taker.receive(deadline)
+
+
+@pytest.mark.parametrize("told, data", [
+    ({"version": 5, "anchor": 32, "momentum": 0}, torch.full((8,), float("nan"))),
+    ({"version": 5, "anchor": 32, "momentum": 0}, torch.full((8,), float("inf"))),
+    ({"version": 5, "anchor": 16, "momentum": 0}, torch.ones(4)),
+    ({"version": 5, "anchor": 32, "momentum": 32}, torch.ones(8)),
+    ({"version": 5}, torch.ones(8)), ({"version": "x", "anchor": 32, "momentum": 0}, torch.ones(8)),
+])  # fmt: skip
+def test_what_cannot_be_weights_is_refused(told, data):
+    ours, theirs = map(Channel, socket.socketpair())
+    deadline = Deadline(10, "a test")
+    theirs.send(told, deadline)
+    theirs.send_bytes([take.bytes_of(data)], deadline)
+    with pytest.raises((OSError, HolmesError)):
+        take._read(ours, 0, 5, 0, 8, [torch.empty(8)], 10)
+
+
+def test_a_slow_link_is_waited_for_as_long_as_it_carries_bytes():
+    """1.5 GB at 20 Mb/s take 600 s."""
+    assert Deadline.for_bytes(60, 1_500_000_000, "taking weights").seconds > 1000
+
+
+def test_takers_that_are_gone_do_not_keep_others_waiting(state):
+    """Each waited for its version for half the timeout, four at a time, and whoever came then for his
+    turn."""
+    giver, threads = take.Giver(state), []
+
+    def taker():
+        ours, theirs = socket.socketpair()
+        threads.append(threading.Thread(target=giver.give, args=(Channel(theirs), {})))
+        threads[-1].start()
+        return Channel(ours)
+
+    for _ in range(6):
+        liar = taker()
+        liar.send({"fragment": 0, "version": 10**9, "start": 0, "stop": 8}, Deadline(5, "a lie"))
+        liar.close()
+    honest = taker()
+    assert ask(honest, 0)[0] == 0
+    honest.close()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_one_job_cannot_take_all_turns(state):
+    """Four connections of one job that asked for nothing kept all others that came back from weights."""
+    giver, threads = take.Giver(state), []
+
+    def taker(job):
+        ours, theirs = socket.socketpair()
+        threads.append(threading.Thread(target=giver.give, args=(Channel(theirs), {"job": job})))
+        threads[-1].start()
+        return Channel(ours)
+
+    idle = [taker("zero") for _ in range(8)]
+    until = Deadline(20, "the liar's turns")
+    while giver._taking["zero"] < 2:
+        until.check()
+    honest = taker("west")
+    assert ask(honest, 0)[0] == 0
+    assert giver._taking["zero"] == 2
+    for channel in (honest, *idle):
+        channel.close()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+class Alone:
+    """A job of one rank."""
+
+    rank = 0
+
+    def from_all(self, one):
+        return [one]
+
+
+@pytest.mark.parametrize("versions, stored", [({5}, True), ({7}, True), ({3}, False), ({5, 6}, False)])
+def test_what_is_older_than_it_should_be_or_of_two_versions_is_not_taken(
+        versions, stored, state, monkeypatch):
+    asked, kept = [], []
+    monkeypatch.setattr(take, "_fetch", lambda *arguments: asked.append(1) or versions)
+    why = take.take(state, {0: 5}, None, Alone(), 1.0, lambda *what: kept.append(what[1]))
+    assert (kept == list(versions)) is stored and bool(why) is not stored
+    assert len(asked) == 1 or versions == {5, 6}, "a giver that has waited for the version is not asked again"
