@@ -48,7 +48,7 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.runtime.sockets.addresses import split_address
 from holmes_ext.runtime.sockets.deadline import Deadline
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = "every=2,fragments=1,delay=0,compress=off,min=2,timeout=10"
 
 

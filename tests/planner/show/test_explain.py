@@ -9,7 +9,7 @@ from plan_command import holmes
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.plan import load_plan
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 DEMO = str(MODELS / "deepspeed_demo.toml")
 SLOW = (MODELS / "deepspeed_demo.toml").read_text().replace(
     "flops = 5e9", "flops = 5e9\nmemory_bytes = 1e8\n[gpu.cluster.b]\nflops = 2.5e9 #")

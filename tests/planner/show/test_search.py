@@ -15,7 +15,7 @@ import pytest
 from holmes_ext.cli.main import main
 from holmes_ext.plan.plan import check_plan, load_plan
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 CLUSTER = str(EXAMPLES / "clusters" / "two_clusters_4.toml")
 MODEL = str(EXAMPLES / "models" / "deepspeed_demo.toml")
 SEARCH = ["plan", "--cluster", CLUSTER, "--model", MODEL, "--global-batch", "16"]
