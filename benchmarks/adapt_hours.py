@@ -22,7 +22,6 @@ from adapt_simulated import FIXED, half_mbps, step_of
 from harness import Row
 
 from holmes_ext.adapt.reductions import in_two_levels
-from holmes_ext.adapt.window import Stage
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
@@ -33,6 +32,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import Reduction
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.step import simulate
+from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.session import DoneReduction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from holmes_ext import banner, patches
+from holmes_ext import banner, extensions, patches
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.join import training
-from holmes_ext.join.patches import torch as joined
 from holmes_ext.options import Options, from_environment, options_from, parse_flags
 from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
@@ -122,9 +120,7 @@ def enable_on_nodes(cluster: str | None) -> None:
 
 def disable() -> None:
     """Undo every patch and put the environment back; process groups that exist keep their transport."""
-    start_stop.stop()
-    joined.detach()
-    training.end("holmes was switched off")
+    start_stop.stop("holmes was switched off")
     patches.registry().undo()
     session.set_active(None)
     for name, value in _before.items():
@@ -155,24 +151,26 @@ def asked_for(options: Options, argv: list[str]) -> Request:
 
 def _start(options: Options, argv: list[str], trouble: HolmesError | None = None,
            counted: bool = True) -> None:
-    process, registry = launcher.detect(os.environ), patches.registry()
+    process = launcher.detect(os.environ)
+    registry = patches.registry()
     _before.update({name: os.environ.get(name) for name in _TOUCHED})
     if process.rank != 0:  # what is off and why is the same everywhere, or agree_on_patches() ends the job
         logging.getLogger("holmes_ext.patches").setLevel(logging.ERROR)
-    installed = ", ".join(map(" ".join, patches.installed_versions().items()))
+    installed = ", ".join(map(" ".join, patches.installed_versions(patches.core_patches()).items()))
     agreed = {"HOLMES_DISABLE": os.environ.get("HOLMES_DISABLE", ""), "installed frameworks": installed}
     config = ds_config.from_arguments(argv)
     if config is not None:
         agreed["content of the --deepspeed_config file"] = config.digest
-    joins: list[str] = []
+    extension_lines: list[str] = []
     told: metrics.Metrics | None = None
     request = Request(options)
     try:
         try:
             request = asked_for(options, argv)
-            joins = training.request(options)
+            extension_lines = [*extensions.found().problems, *extensions.on_options(options)]
             if options.experts:
                 agreed["content of the --holmes-experts file"] = load_order(options.experts).digest
+            registry.add(patches.extension_patches(options))
             registry.enable_asked_for(options)
             request.options = replace(options, off=registry.switched_off())
             told = metrics.open_metrics(options, process)
@@ -180,9 +178,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             trouble = trouble or error
         request.counted = counted
         current, lines = start(request, process, agreed, trouble)
-        lines += joins
-        if joins:
-            joined.attach()
+        lines += extension_lines
         if config is not None:
             lines += ds_config.checked(config, current)
     except BaseException:

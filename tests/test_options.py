@@ -1,5 +1,6 @@
 import pytest
 
+from holmes_ext import extensions
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, from_environment, options_from, parse_flags
 
@@ -75,7 +76,8 @@ def test_layers_of_each_stage():
 
 
 def test_agreed_lists_every_option():
-    assert set(Options().agreed()) == set(Options.__dataclass_fields__) - {"given", "off"}
+    core = set(Options.__dataclass_fields__) - {"given", "off", "extension_values"}
+    assert set(Options().agreed()) == core | set(extensions.options())
 
 
 def test_an_option_whose_name_is_a_word_of_python():

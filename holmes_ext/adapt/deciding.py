@@ -17,6 +17,7 @@ from math import ceil
 from typing import Any
 
 from holmes_ext.adapt.edges import edges_of
+from holmes_ext.adapt.extension import wants_in_flight
 from holmes_ext.adapt.pipeline import (
     Change,
     PipelineEvaluator,
@@ -102,7 +103,7 @@ class Deciding:
             change, self._taken = self._restart, self._restarts
         if change is None:
             return none
-        if self.current.options.adapt == "tell":
+        if self.current.options.value("adapt") == "tell":
             self._tell_change(change)
             return none
         at = step + max(LEAD, 1 + ceil(LEAD_S / step_s))
@@ -205,7 +206,7 @@ class Deciding:
         if better is None or self._will_restart:
             return
         why = ""
-        if options.restart == "auto" and options.adapt == "on":
+        if options.value("restart") == "auto" and options.value("adapt") == "on":
             why = why_not(self.current.process, options, self.current.engine, os.environ)
             if not why:
                 self._restart = better
@@ -216,12 +217,6 @@ class Deciding:
         if what not in self._told:
             self._told.add(what)
             self.tell(f"{what} {brings}")
-
-
-def wants_in_flight(current: Session) -> bool:
-    """Whether the options leave the micro-batches in flight to be changed, and the engine can."""
-    options = current.options
-    return options.inflight == "auto" and current.engine.can("in-flight", options.off)
 
 
 def change_of(proposal: dict[str, Any]) -> Changes:

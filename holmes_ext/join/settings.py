@@ -179,7 +179,7 @@ def apart_settings(options: Options) -> OuterSettings | None:
     alone can."""
     if not options.apart_from:
         return None
-    settings, usual = parse_outer(options.outer), OuterSettings()
+    settings, usual = parse_outer(options.value("outer")), OuterSettings()
     for name in _JOINED:
         if getattr(settings, name) != getattr(usual, name):
             raise HolmesError(f"--holmes-outer: {name} is for jobs of --holmes-join, not for --holmes-apart")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from holmes_ext import extensions
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.across import neighbours
@@ -26,7 +27,6 @@ from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import LOCAL, SOCKETS, Edge, Reduction, Traffic, same
-from holmes_ext.planner.passes.solve import quickest
 
 #: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's
 #: bucket_cap_mb.
@@ -172,7 +172,10 @@ class Decisions:
         size = work.activation_bytes
         seconds = tuple(edge.seconds(size) for edge in edges)
         sent = tuple(edge.byte_s * size for edge in edges)
-        pass_order = quickest(loads, seconds, sent, work.micro_batches, self.network_api != SOCKETS)
+        find_quickest = extensions.contributed("pass_solvers", "quickest")
+        pass_order: PassOrder | None = find_quickest(
+            loads, seconds, sent, work.micro_batches, self.network_api != SOCKETS
+        )
         return pass_order.texts if pass_order else ()
 
     def in_flight(self) -> tuple[int, ...]:

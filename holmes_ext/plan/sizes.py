@@ -175,3 +175,9 @@ def parse_sizes(text: str, where: str) -> Sizes:
                 f"{where}: {key} is {value!r:.80}, which is not a whole number below 10^9")
         values[key] = value if key == "order" else int(value)
     return Sizes(**values)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return small + [number // value for value in reversed(small) if value * value != number]

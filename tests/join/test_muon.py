@@ -194,8 +194,8 @@ def test_on_a_device_matrices_take_the_same_step():
 
 def test_clusters_of_one_job_have_no_muon():
     from holmes_ext.join.settings import apart_settings
-    from holmes_ext.options import Options
+    from holmes_ext.options import options_from
 
     with pytest.raises(HolmesError, match="algorithm=muon is for jobs of --holmes-join"):
-        apart_settings(Options(apart="2", outer="algorithm=muon"))
+        apart_settings(options_from(apart="2", outer="algorithm=muon"))
     assert parse_outer("algorithm=muon").fragments == 4

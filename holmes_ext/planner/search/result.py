@@ -18,8 +18,9 @@ from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.placement.orders import described, launched
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.rules import FLAT, Rules
+from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER
-from holmes_ext.planner.search.space import Limits, Shape
+from holmes_ext.planner.search.space import Limits
 
 #: Steps that differ by less than this fraction are equal.
 EQUAL = 1e-9

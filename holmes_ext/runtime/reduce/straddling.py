@@ -9,14 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holmes_ext.adapt import learning
 from holmes_ext.adapt.sums import APART
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.settings import apart_settings
 from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.plan.traffic import SOCKETS, Reduction
-from holmes_ext.runtime import session
+from holmes_ext.runtime import hooks, session
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of, one_hardware_queue
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.members import members_group
@@ -122,7 +121,7 @@ class GroupSum:
         current = session.active()
         if current is None or self.reduction is None or not self.network_api:
             return False
-        learning.begin_sums(current, self.ranks, self.network_api, self)
+        hooks.on_reduction(current, self.ranks, self.network_api, self)
         reduction = current.decided_again(self.ranks, self.backend)
         if reduction is None or reduction == self.reduction or reduction.compress != self.reduction.compress:
             return False

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext import __version__
-from holmes_ext.adapt import restart
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node
 from holmes_ext.cluster.resolve import (
     apart_by_subnet,
@@ -41,6 +40,7 @@ from holmes_ext.runtime.groups.transport import node_environment
 from holmes_ext.runtime.sockets.deadline import within
 from holmes_ext.runtime.start import hostfile, launcher, preflight
 from holmes_ext.runtime.start.exchange import exchange
+from holmes_ext.runtime.start.left_layers import left_layers
 from holmes_ext.runtime.start.store import open_store
 from holmes_ext.words import some_of
 
@@ -159,8 +159,8 @@ def start(
             if "error" in report:  # nobody to tell it to
                 raise HolmesError(report["error"]) from None
             raise
-        if options.restart == "auto":
-            options, again = request.start_again(*restart.left_layers(store))
+        if process.agent_store:  # it outlives a restart
+            options, again = request.start_again(*left_layers(store))
         limit = options.timeout_s + 15 + _SILENT_SECONDS
         decision = within(limit, silent, exchange, store, process, report, decide, options.timeout_s)
         prefix, verdict = decision.round, decision.content()
