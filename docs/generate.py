@@ -53,7 +53,7 @@ import tables  # noqa: E402
 from tables import table  # noqa: E402
 
 #: What certificates say of the model.
-MODEL_ERROR = ROOT / "holmes_ext" / "plan" / "search" / "model_error.json"
+MODEL_ERROR = ROOT / "holmes_ext" / "planner" / "search" / "model_error.json"
 _BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
 _RUN = re.compile(r"(<!-- run -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 _LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)

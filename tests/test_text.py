@@ -175,6 +175,6 @@ def test_jobs_on_pages_have_printed_something():
 def test_variables_on_pages_are_known():
     known = {*map(variable, names()), *variables(), "HOLMES"}
     for page in generate.pages():
-        names = set(re.findall(r"\bHOLMES_[A-Z_]+\b", page.read_text()))
+        found = set(re.findall(r"\bHOLMES_[A-Z_]+\b", page.read_text()))
         tests = {"HOLMES_TEST_FULL", "HOLMES_TEST_CRDS", "HOLMES_TEST_CARRIER"}
-        assert names <= known | tests | {"HOLMES_NAME"}, page
+        assert found <= known | tests | {"HOLMES_NAME"}, page
