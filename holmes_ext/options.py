@@ -27,6 +27,10 @@ VARIABLES = {
                           "code",
     "HOLMES_GPU_UNTRIED": "1: emulated GPUs for a torch with which they were not tried",
 }
+#: Options that were removed -> what to do instead.
+REMOVED = {
+    "apart": "run joined jobs instead (docs/joined.md)",
+}
 PARTITIONS = ("uniform", "speed", "balanced")
 #: After --holmes-profile's file: end the job when it is written.
 STOP = ",stop"
@@ -76,10 +80,6 @@ class Options:
         "at the same step boundary: micro-batches in flight, how gradients are summed (GradientReducer, "
         "DeepSpeed's overlapped reduction); tell: only reports what it would change; off: the plan stays "
         "fixed", ("on", "tell", "off"))
-    apart: str = _option(
-        "off", "off (default), or N such as 2: when a data-parallel step takes N times as long as "
-        "without gradients between the clusters, they continue as joined jobs (--holmes-outer) and merge "
-        "again when the network allows it; losses differ (docs/adapt.md)")
     restart: str = _option(
         "tell", "tell (default): reports changes that need a restart, and their gain; auto: the job restarts "
         "with them after its next checkpoint, under torchrun --max-restarts (layers of megatron-core's "
@@ -164,8 +164,6 @@ class Options:
             "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
             "inflight": self.inflight not in ("auto", "off") and not self.inflight[:4].isdecimal()
             and "is none of auto, off and a number of micro-batches",
-            "apart": self.apart != "off" and not 1.1 <= _decimal(self.apart) <= 1000
-            and "is neither off nor a number, 1.1 or more",
             "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
             "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",
             "watchdog": self.watchdog != "off" and not self.watchdog_limits
@@ -234,11 +232,6 @@ class Options:
         return float(self.timeout)
 
     @property
-    def apart_from(self) -> float:
-        """Times the step of clusters by themselves, from which on they go apart; 0: never."""
-        return 0.0 if self.apart == "off" else float(self.apart)
-
-    @property
     def patience_s(self) -> float:
         return float(self.patience)
 
@@ -269,6 +262,7 @@ def variable(name: str) -> str:
 
 
 _BY_FLAG = {flag(name): name for name in NAMES}
+_REMOVED_BY_FLAG = {flag(name): name for name in REMOVED}
 
 
 def meant(word: str) -> str:
@@ -276,11 +270,27 @@ def meant(word: str) -> str:
     return nearest(word, _BY_FLAG, cutoff=0.85)
 
 
+def _removed_error(name: str, given_as: str) -> HolmesError:
+    """Return the error for a removed option.
+
+    Args:
+        name: The option's key in REMOVED.
+        given_as: How the user gave the option, such as "--holmes-apart".
+    """
+    return HolmesError(f"{given_as} was removed; {REMOVED[name]}")
+
+
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return name -> value of the options that environment variables set: "cluster" of HOLMES_CLUSTER, ...
 
     A variable that is empty counts as not set.
+
+    Raises:
+        HolmesError: the variable of a removed option is set.
     """
+    for name in REMOVED:
+        if environ.get(variable(name)):
+            raise _removed_error(name, given_as=variable(name))
     values = {}
     for name in NAMES:
         value = environ.get(variable(name))
@@ -296,7 +306,7 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
     arguments from a lone "--" on belong to the script.
 
     Raises:
-        HolmesError: a flag is unknown, lacks its value, or is given twice.
+        HolmesError: a flag is unknown or removed, lacks its value, or is given twice.
     """
     values = from_environment(environ)  # name of an option, e.g. "cluster" -> its value
     seen: set[str] = set()  # flags so far
@@ -319,6 +329,8 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
                 raise HolmesError(
                     f"{PREFIX} takes no value, so {item!r} cannot be read; write {PREFIX} alone")
             continue
+        if name in _REMOVED_BY_FLAG:
+            raise _removed_error(_REMOVED_BY_FLAG[name], given_as=name)
         option = _BY_FLAG.get(name, "")
         if not option:
             flags = [known_flag.removeprefix(f"{PREFIX}-") for known_flag in _BY_FLAG]
@@ -336,6 +348,8 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
 def options_from(**values: Any) -> Options:
     """Options from enable()'s keyword arguments; an unknown one is named with its near miss."""
     for name in values:
+        if name in REMOVED:
+            raise _removed_error(name, given_as=f"enable({name}=...)")
         if name not in NAMES:
             raise HolmesError(f"enable({name}=...) is not an option of holmes; {did_you_mean(name, NAMES)}")
     texts = {name: str(value) for name, value in values.items() if value is not None}

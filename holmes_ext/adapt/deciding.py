@@ -27,10 +27,9 @@ from holmes_ext.adapt.pipeline import (
     differ,
     measured,
 )
-from holmes_ext.adapt.reductions import RoundsApart, SumChange, SumEvaluator, Summed
+from holmes_ext.adapt.reductions import SumChange, SumEvaluator, Summed
 from holmes_ext.adapt.restart import why_not
 from holmes_ext.document import Table
-from holmes_ext.join.settings import apart_settings
 from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import walked_ends
@@ -60,9 +59,7 @@ class Deciding:
         self.current, self.sizes, self.network_api = current, sizes, network_api
         self.tell, self.put = tell, put
         known = network_api, current.options, current.engine
-        outer = apart_settings(current.options)
-        rounds = RoundsApart(outer.every, outer.fragments, outer.delay) if outer is not None else None
-        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known, rounds)
+        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known)
         self._edges: dict[int, float] = {}
         self._told: set[str] = set()
         self._busy: list[float] = []  # of the stages, when layers and model were last looked at
@@ -93,10 +90,8 @@ class Deciding:
             if summed := self._summed(answered, learned):
                 change = sums = self.sums.next(plan, summed, step_s)
                 self._tell_ended(self.sums.trials)
-                if reason := summed[0].why_not_apart:
-                    self._tell_once("--holmes-apart is left off:", reason)
                 if sums is not None:
-                    self._taken = partial(self._takes_sums, sums, plan, summed)
+                    self._taken = partial(self.sums.taken, sums, plan, summed)
         if change is None and self._restart is not None and not (self.evaluator.trials.running
                                                                  or self.sums.trials.running):
             change, self._taken = self._restart, self._restarts
@@ -112,12 +107,6 @@ class Deciding:
     def taken(self) -> None:
         """All ranks go on with what was proposed last."""
         self._taken()
-
-    def _takes_sums(self, change: SumChange, plan: Plan, summed: list[Summed]) -> None:
-        self.sums.taken(change, plan, summed)
-        if change.together:
-            times = f"a step will take {change.then_s:.4g} s, apart it took {change.now_s:.4g}"
-            self.tell(f"the clusters are one job again: {times}")
 
     def _restarts(self) -> None:
         self._restart, self._will_restart = None, True
@@ -151,9 +140,7 @@ class Deciding:
             summed.append(Summed(
                 Table(windows[0]["way"], "report").into(Reduction),
                 max(window["bytes"] for window in windows), min(window["seconds"] for window in windows),
-                min(window["exposed"] for window in windows), busy, end_s - min(ends),
-                max(window["why_not_apart"] for window in windows),
-                min(window["round_s"] for window in windows)))
+                min(window["exposed"] for window in windows), busy, end_s - min(ends)))
         return summed
 
     def _decided_edges(self, learned: Plan) -> tuple[float, ...]:

@@ -46,9 +46,6 @@ class Reduction:
     across: CrossClusterAlgorithm | None = None
     #: Connections over which each pair of ranks shares out what crosses (gloo groups).
     streams: int = 1
-    #: Steps in which weights cross once, in place of gradients in each, which are summed inside clusters; 0:
-    #: gradients cross. Only while a job runs (--holmes-apart).
-    apart: int = 0
 
 
 @dataclass(frozen=True)

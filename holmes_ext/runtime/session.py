@@ -119,7 +119,7 @@ class GroupRecord:
 class DoneReduction:
     """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; two_levels:
     else one ring; overlap: under the last backward; reported: the user knows why it differs; follows: the
-    plan's changes; why_not_apart: why its clusters cannot go apart; round_s: of their last round."""
+    plan's changes."""
 
     planned: Reduction
     bytes: float
@@ -127,8 +127,6 @@ class DoneReduction:
     overlap: bool
     reported: bool = False
     follows: bool = False
-    why_not_apart: str = ""
-    round_s: float = 0.0
 
 
 def note_reduction(ranks: Iterable[int], planned: Reduction | None, size: float, **how: Any) -> None:

@@ -115,7 +115,6 @@ def _construct(current, call, instance):
     A comm hook is called for each bucket of gradients, instead of DDP's all-reduce. holmes needs it:
 
     - if the plan of the job reduces in two levels (inside each cluster first, then between clusters)
-    - if clusters may train without each other for some steps (--holmes-apart, on the CPU only)
     - for telemetry, which sees only operations that Python starts
 
     The hook must be there before the first forward pass: under join(), a rank without inputs never runs one,
@@ -126,11 +125,10 @@ def _construct(current, call, instance):
     obstacle = _obstacle_to_hook(arguments)  # an option that excludes a comm hook, in words; else ""
     # planned_sum.two_level sums in two levels. It is None if the plan does not.
     is_two_level = planned_sum is not None and planned_sum.two_level is not None
-    is_hook_wanted = is_two_level or _may_train_apart(planned_sum)
-    needs_hook = is_hook_wanted and not obstacle
+    needs_hook = is_two_level and not obstacle
     has_bucket_size = "bucket_cap_mb" in arguments or "bucket_cap_mb_list" in arguments
 
-    if needs_hook and is_two_level and not has_bucket_size:
+    if needs_hook and not has_bucket_size:
         call(bucket_cap_mb=planned_sum.reduction.chunk_bytes / 2**20)  # the plan's bucket size
     else:
         call()
@@ -162,17 +160,6 @@ def _construct(current, call, instance):
         )
         if not needs_hook:
             planned_sum.close()  # nothing will be summed by it
-
-
-def _may_train_apart(planned_sum: Any) -> bool:
-    """Return whether clusters may train without each other for some steps (--holmes-apart).
-
-    Args:
-        planned_sum: How the plan sums the gradients (a GroupSum); None if there are none to sum.
-    """
-    if planned_sum is None or planned_sum.device_type != "cpu":
-        return False
-    return planned_sum.apart.settings is not None  # the settings of --holmes-apart
 
 
 def _register_holmes_hook(ddp: Any, planned_sum: Any = None) -> None:
@@ -218,7 +205,6 @@ def _planned_sum(arguments: dict[str, Any]) -> Any:
         compress=None,  # None in these three: as planned
         all_reduce=None,
         bucket_bytes=None,
-        weights=trained,
     )
 
 

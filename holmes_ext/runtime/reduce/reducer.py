@@ -93,8 +93,7 @@ class GradientReducer:
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [Item.of(name, parameter, communication_dtype) for name, parameter in named]
         device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
-        self._sum = GroupSum(group, size, device_type, compress, all_reduce, bucket_bytes, self._parameters,
-                             fabric)
+        self._sum = GroupSum(group, size, device_type, compress, all_reduce, bucket_bytes, fabric)
         self.fabric = self._sum.fabric
         self._side = SideStream() if device_type == "cuda" else None
         self._all_owners = owners if all_reduce is None else None
@@ -197,7 +196,6 @@ class GradientReducer:
             with telemetry.span("reduce"):  # the compute stream waits
                 self._side.join()
         ended = time.perf_counter()
-        self._sum.step()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
             step=self._step, bytes=sum(bucket.bytes for bucket in self._buckets), buckets=len(self._buckets),
@@ -293,8 +291,7 @@ class GradientReducer:
         if not bucket.stored:
             with self._naming(bucket):
                 bucket.work.wait()
-            share = self._sum.count / len(self.ranks)  # of the ranks that were summed
-            bucket.store((len(self.ranks) if self._average else 1) / self._predivide * share)
+            bucket.store((len(self.ranks) if self._average else 1) / self._predivide)
 
     def _reduction(self, bucket: FlatBucket) -> Any:
         if self._to_owners is not None and self._sum.two_level is None:

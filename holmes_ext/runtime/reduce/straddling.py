@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any
 
 import torch.distributed as dist
 
 from holmes_ext.adapt import learning
-from holmes_ext.adapt.sums import APART
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.settings import apart_settings
 from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
 from holmes_ext.plan.traffic import SOCKETS, Reduction
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of, one_hardware_queue
 from holmes_ext.runtime.groups.grid import tell
-from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce import flat_bucket
-from holmes_ext.runtime.reduce.apart import Apart
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
@@ -77,11 +72,11 @@ def two_level_of(ranks: Sequence[int], reduction: Reduction, network_api: str,
 
 class GroupSum:
     """The plan's way to sum `size` bytes in a group, and what carries it out; both follow() the plan.
-    all_reduce: the caller's own instead; bucket_bytes: the user's; weights: whose gradients they are;
-    fabric: the group's, None: the plan's. Collective."""
+    all_reduce: the caller's own instead; bucket_bytes: the user's; fabric: the group's, None: the plan's.
+    Collective."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, device_type: str, compress: str | None,
-                 all_reduce: Callable[[Any], Any] | None, bucket_bytes: int | None, weights: Sequence[Any],
+                 all_reduce: Callable[[Any], Any] | None, bucket_bytes: int | None,
                  fabric: Fabric | None = None):
         self.group, self.size, self.device_type, self._own = group, size, device_type, all_reduce
         self.ranks, self._given = tuple(dist.get_process_group_ranks(group)), bucket_bytes
@@ -91,31 +86,13 @@ class GroupSum:
         reduction = None if all_reduce else planned(group, size, compress, device_type)
         current = session.active()
         self.fabric = fabric or (current.fabric_of(self.ranks, self.backend) if current else None)
-        self.apart = Apart(weights, apart_settings(current.options) if current and reduction else None)
-        self._cluster: Callable[[Any], Any] | None = None
-        self._go(reduction, alike=False)
+        self._go(reduction)
 
-    def _go(self, reduction: Reduction | None, alike: bool = True) -> None:
-        whole = replace(reduction, apart=0) if reduction else None
-        if whole not in self._made:
-            self._made[whole] = two_level_for(self.group, self.size, whole, self.device_type)
-        self.reduction, self.two_level = reduction, self._made[whole]
+    def _go(self, reduction: Reduction | None) -> None:
+        if reduction not in self._made:
+            self._made[reduction] = two_level_for(self.group, self.size, reduction, self.device_type)
+        self.reduction, self.two_level = reduction, self._made[reduction]
         self.all_reduce = self._own or self.two_level or flat_all_reduce(self.group)
-        self.count = len(self.ranks)
-        if reduction is not None and reduction.apart:
-            self._go_apart(alike)
-        else:
-            self.apart.end()
-
-    def _go_apart(self, alike: bool) -> None:
-        """Gradients inside this cluster only, from now on. alike: all replicas are."""
-        clusters = session.require().plan.by_cluster(self.ranks).values()
-        inside = next(ranks for ranks in clusters if dist.get_rank() in ranks)
-        if self._cluster is None:
-            self._cluster = flat_all_reduce(members_group(inside, APART))
-        flat = None if alike else flat_all_reduce(self.group)
-        self.apart.begin(self.all_reduce, [len(ranks) for ranks in clusters], flat)
-        self.two_level, self.all_reduce, self.count = None, self._cluster, len(inside)
 
     def follow(self) -> bool:
         """A step begins, on all ranks: whether the plan has another way by now, which is taken."""
@@ -129,15 +106,9 @@ class GroupSum:
         self._go(reduction)
         return True
 
-    def step(self) -> None:
-        """Once in each step of all ranks, where nothing reads the weights: they may be averaged."""
-        self.apart.step(flat_all_reduce(self.group), len(self.ranks))
-
     def note(self, size: float, **how: bool) -> None:
         """For the session: `size` bytes were summed. how: of DoneReduction."""
-        session.note_reduction(self.ranks, self.reduction, size, two_levels=self.two_level is not None, **how,
-                               why_not_apart=self.apart.why_not() if self.apart.settings else "",
-                               round_s=self.apart.seconds)
+        session.note_reduction(self.ranks, self.reduction, size, two_levels=self.two_level is not None, **how)
 
     def bucket_bytes(self) -> int:
         """As the user or the plan says; else by the group's fabric."""

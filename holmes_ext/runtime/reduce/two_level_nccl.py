@@ -43,13 +43,9 @@ class Done:
     def __init__(self, event: torch.cuda.Event | None, after: Callable[[], Any] | None):
         self._event, self._after = event, after
 
-    def arrived(self) -> None:
-        """The current CUDA stream waits for the sum, without what is to be done after it."""
+    def wait(self) -> None:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
-
-    def wait(self) -> None:
-        self.arrived()
         if self._after is not None:
             self._after()
             self._after = None
