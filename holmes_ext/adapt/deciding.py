@@ -40,7 +40,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import SOCKETS, Reduction
+from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime.measure.profile_file import merge
 from holmes_ext.runtime.session import Session
 
@@ -138,7 +138,7 @@ class Deciding:
             busy = {name: min(window["busy"][name] for window in windows if name in window["busy"])
                     for name in names}
             summed.append(Summed(
-                Table(windows[0]["way"], "report").into(Reduction),
+                Table(windows[0]["way"], "report").into(ReductionSpec),
                 max(window["bytes"] for window in windows), min(window["seconds"] for window in windows),
                 min(window["exposed"] for window in windows), busy, end_s - min(ends)))
         return summed

@@ -24,7 +24,7 @@ from holmes_ext.plan.decide import decisions
 from holmes_ext.plan.decisions import Decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.units import format_bytes
 
 
@@ -34,7 +34,7 @@ class Summed:
     seconds: that they were under way; exposed_s: that the program stood still for them; busy: network ->
     seconds in which it carried them; end_s: of the stage's last backward pass, after the first one's."""
 
-    reduction: Reduction
+    reduction: ReductionSpec
     size: float
     seconds: float
     exposed_s: float
@@ -51,8 +51,8 @@ class SumChange:
     """From one way of every stage to sum `size` bytes to another. now_s, then_s: seconds of a step, measured
     and predicted; back: a change is taken back."""
 
-    before: tuple[Reduction, ...]
-    after: tuple[Reduction, ...]
+    before: tuple[ReductionSpec, ...]
+    after: tuple[ReductionSpec, ...]
     size: float
     now_s: float
     then_s: float
@@ -63,7 +63,7 @@ class SumChange:
         """What tells it from others: sizes of buckets and chunks that are about the same count as one."""
         return tuple(map(self._key, self.after))
 
-    def _key(self, reduction: Reduction) -> tuple[Any, ...]:
+    def _key(self, reduction: ReductionSpec) -> tuple[Any, ...]:
         if in_two_levels(reduction, self.size):
             return True, reduction.across, round(log2(reduction.chunk_bytes))
         return False, None, round(log2(reduction.bucket_bytes))
@@ -83,11 +83,11 @@ class SumChange:
                 f"{reduction_text(self.before[stage], self.size)})")
 
 
-def in_two_levels(reduction: Reduction, size: float) -> bool:
+def in_two_levels(reduction: ReductionSpec, size: float) -> bool:
     return bool(reduction.clusters) and size >= reduction.two_level_from
 
 
-def reduction_text(reduction: Reduction, size: float) -> str:
+def reduction_text(reduction: ReductionSpec, size: float) -> str:
     """Of `size` bytes."""
     if not in_two_levels(reduction, size):
         return f"in one ring, in buckets of {format_bytes(reduction.bucket_bytes)}"
@@ -125,7 +125,7 @@ def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[
                     yield load.fabric.name, load.price.scaled(2)
 
 
-def _ring(sums: Sums, reduction: Reduction, size: float) -> Price:
+def _ring(sums: Sums, reduction: ReductionSpec, size: float) -> Price:
     """One bucket after the other."""
     once = sums.flat.once
     return replace(once, latency_s=once.latency_s * max(1, ceil(size / reduction.bucket_bytes)))
@@ -166,7 +166,7 @@ class SumEvaluator:
         return None if then_s > step_s * (1 - GAIN) or self.trials.refused(change.key, figures) else change
 
     def _best(self, decided: Decisions, before: Decisions, stage: int,
-              stage_sums: Summed) -> tuple[Reduction, float]:
+              stage_sums: Summed) -> tuple[ReductionSpec, float]:
         """How the rules of the start let a stage sum, and the predicted seconds. The current way, and its
         measured seconds, where the new one is no faster, or sums in two levels over other networks inside
         clusters than the current plan's, for which the groups were built. decided: of the learned plan;

@@ -29,7 +29,7 @@ from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan, Straddle
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
-from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, Reduction
+from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, ReductionSpec
 
 
 def derive_traffic(
@@ -141,7 +141,7 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
 def reduction_of(
     plan: Plan, ranks: Sequence[int], network_api: str, options: Options, total_bytes: float = inf,
     engine: EngineTraits = EngineTraits(),
-) -> Reduction:
+) -> ReductionSpec:
     """How the group of `ranks` sums total_bytes in a step: as its stage does. For itself where the plan has
     no such group, it is to compress otherwise, or has too little for a network's buckets; for the stage again
     where links have a latency and the plan did not know its bytes."""

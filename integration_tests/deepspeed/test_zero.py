@@ -20,7 +20,7 @@ from holmes_ext.options import Options
 from holmes_ext.patches import Registry, all_patches
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
@@ -103,7 +103,7 @@ def session_with(options):
 
     def reduction(ranks, backend, *_):
         clusters = ("a", "b") if len(ranks) == 4 else ()
-        return Reduction(False, 0, clusters, two_level_from=65, compress=options.get("compress", "off"))
+        return ReductionSpec(False, 0, clusters, two_level_from=65, compress=options.get("compress", "off"))
 
     plan, rank = build_plan(site()), torch.distributed.get_rank()
     return SimpleNamespace(options=Options(**options), rank=rank, plan=plan, reduction=reduction,

@@ -33,7 +33,7 @@ from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name, with_session
 from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
-from holmes_ext.plan.traffic import SOCKETS, Reduction
+from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
@@ -47,7 +47,7 @@ _averaging = Running()
 #: one of these gradients.
 _reducing_tied = Running()
 #: Process group -> how the plan of the job reduces its gradients.
-_planned_reductions: weakref.WeakKeyDictionary[Any, Reduction] = weakref.WeakKeyDictionary()
+_planned_reductions: weakref.WeakKeyDictionary[Any, ReductionSpec] = weakref.WeakKeyDictionary()
 #: Process group -> its two-level all-reduce.
 _two_level_all_reduces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -135,7 +135,7 @@ def _two_level_all_reduce_of(group: Any, size: int) -> Any:
     return _two_level_all_reduces[group]
 
 
-def _reduction_that_engine_can_run(reduction: Reduction) -> Reduction:
+def _reduction_that_engine_can_run(reduction: ReductionSpec) -> ReductionSpec:
     """Return the planned gradient reduction, without overlap if the engine is no pipeline engine.
 
     The plan assumes a pipeline engine, whose reduction may overlap with the backward pass. DeepSpeedEngine's

@@ -7,10 +7,10 @@ import torch
 
 from holmes_ext.adapt.reductions import SumChange
 from holmes_ext.adapt.sums import SumWindow, fits
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime.session import DoneReduction
 
-SMALL, LARGE = Reduction(True, 10**6), Reduction(True, 10**8)
+SMALL, LARGE = ReductionSpec(True, 10**6), ReductionSpec(True, 10**8)
 GROWS, SHRINKS = ((SMALL,), (LARGE,)), ((LARGE,), (SMALL,))
 
 

@@ -12,7 +12,7 @@ from holmes_ext.adapt import learning
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.buckets import bucket_bytes as bucket_bytes_of
-from holmes_ext.plan.traffic import SOCKETS, Reduction
+from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_of, network_api_of, one_hardware_queue
 from holmes_ext.runtime.groups.grid import tell
@@ -30,7 +30,7 @@ TwoLevel = TwoLevelAllReduce | TwoLevelCollectives
 
 def planned(
     group: dist.ProcessGroup, size: float = inf, compress: str | None = None, device_type: str = ""
-) -> Reduction | None:
+) -> ReductionSpec | None:
     """How `group` reduces `size` bytes in a step; None: holmes is off. compress: instead of the plan's."""
     current = session.active()
     if current is None:
@@ -39,7 +39,7 @@ def planned(
                              compress)
 
 
-def two_level_for(group: dist.ProcessGroup, size: int, reduction: Reduction | None,
+def two_level_for(group: dist.ProcessGroup, size: int, reduction: ReductionSpec | None,
                   device_type: str = "") -> TwoLevel | None:
     """For all-reduces of about `size` bytes in `group`; None: use torch's. Collective."""
     if reduction is None or not reduction.clusters or size < reduction.two_level_from:
@@ -48,7 +48,7 @@ def two_level_for(group: dist.ProcessGroup, size: int, reduction: Reduction | No
     return two_level_of(dist.get_process_group_ranks(group), reduction, network_api)
 
 
-def two_level_of(ranks: Sequence[int], reduction: Reduction, network_api: str,
+def two_level_of(ranks: Sequence[int], reduction: ReductionSpec, network_api: str,
                  purpose: str = "two-level") -> TwoLevel | None:
     """For `ranks` and their `network_api`; None: all are in one cluster. purpose: describes the groups."""
     parts = session.require().plan.by_cluster(ranks)
@@ -82,13 +82,13 @@ class GroupSum:
         self.ranks, self._given = tuple(dist.get_process_group_ranks(group)), bucket_bytes
         self.backend = backend_of(group, device_type)
         self.network_api = network_api_of(self.backend)
-        self._made: dict[Reduction | None, TwoLevel | None] = {}
+        self._made: dict[ReductionSpec | None, TwoLevel | None] = {}
         reduction = None if all_reduce else planned(group, size, compress, device_type)
         current = session.active()
         self.fabric = fabric or (current.fabric_of(self.ranks, self.backend) if current else None)
         self._go(reduction)
 
-    def _go(self, reduction: Reduction | None) -> None:
+    def _go(self, reduction: ReductionSpec | None) -> None:
         if reduction not in self._made:
             self._made[reduction] = two_level_for(self.group, self.size, reduction, self.device_type)
         self.reduction, self.two_level = reduction, self._made[reduction]

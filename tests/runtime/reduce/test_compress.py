@@ -13,7 +13,7 @@ from ranks import run_ranks, seeded
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce import straddling
 from holmes_ext.runtime.reduce.compress import BLOCK, PLAIN, Bf16, Int8, Residuals, codec, residual_of
@@ -149,7 +149,7 @@ def chosen(rank):
     """What a group that straddles clusters gets, as the plan says."""
     plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0], "b": [1]}, wan=Wan())
     session.set_active(SimpleNamespace(plan=plan))
-    ways = [Reduction(False, 1, ("a", "b"), compress=kind) for kind in ("bf16", "off", "int8")]
+    ways = [ReductionSpec(False, 1, ("a", "b"), compress=kind) for kind in ("bf16", "off", "int8")]
     reduces = [straddling.two_level_for(dist.group.WORLD, 1000, way) for way in ways]
     session.set_active(None)
     return [type(reduce._codec if ON_GPUS else reduce._across.codec).__name__ for reduce in reduces]
