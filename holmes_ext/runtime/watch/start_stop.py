@@ -14,6 +14,7 @@ from typing import Any
 
 from holmes_ext.adapt import learning
 from holmes_ext.cluster.node_report import lab_scale
+from holmes_ext.runtime import hooks
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.optimizer_steps import StepCounter
 from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
@@ -49,6 +50,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
     lines: list[str] = []
     _Running.metrics, take = metrics, metrics.take if metrics is not None else lambda document: None
     learns = several and learning.wanted(current)
+    hooks.on_reduction.append(learning.begin_sums)
     if current.options.telemetry or limits is not None or metrics is not None or learns:
         recorder = telemetry.Recorder(current.rank, current.plan.sizes)
         if current.options.telemetry:
@@ -74,6 +76,7 @@ def stop() -> None:
     """Switch off; what is recorded gets written, after a moment for the backend's threads."""
     atexit.unregister(stop)
     learning.stop()
+    hooks.on_reduction[:] = [hook for hook in hooks.on_reduction if hook is not learning.begin_sums]
     unwatch_nics()
     recorder = telemetry.recorder
     telemetry.set_recorder(None)
