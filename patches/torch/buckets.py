@@ -170,7 +170,14 @@ class BucketReducer:
         if has_changed:
             self.reduction = self._planned.reduction
         # For the job's report: the sum overlaps the backward pass, and follows changes of the plan.
-        self._planned.note_sum(self._planned.size, overlap=True, follows=True)
+        session.note_reduction(
+            self._planned.ranks,
+            self._planned.spec,
+            self._planned.size,
+            two_levels=self._planned.hierarchical is not None,
+            overlap=True,
+            follows=True,
+        )
 
     def finish(self) -> None:
         """Wait until the buckets of a pipeline's training step are averaged, and update the gradients.

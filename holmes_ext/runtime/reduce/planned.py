@@ -64,9 +64,10 @@ class PlannedReduction:
         for hook in hooks.on_reduction:  # may change the plan
             hook(current, self.ranks, network_api, self)
         spec = current.decided_again(self.ranks, self.backend)
-        # Compression changes what is learned, so it is never changed while the job runs.
-        if spec is None or spec == self.spec or spec.compress != self.spec.compress:
+        if spec is None or spec == self.spec:
             return False
+        if spec.compress != self.spec.compress:
+            return False  # decided for sums of the same ranks that compress in another way
         self._adopt(spec)
         return True
 
@@ -75,19 +76,6 @@ class PlannedReduction:
             self._made[spec] = hierarchical_for(self._group, self.size, spec, self.device_type)
         self.spec = spec
         self.hierarchical = self._made[spec]
-
-    def note_sum(self, size: float, overlap: bool, follows: bool) -> None:
-        """Record in the session that gradients were summed, for the comparison of the job with its plan.
-
-        Args:
-            size: Bytes that were summed.
-            overlap: Whether the sum ran during the backward pass.
-            follows: Whether the reduction is replaced when the plan changes.
-        """
-        is_hierarchical = self.hierarchical is not None
-        session.note_reduction(
-            self.ranks, self.spec, size, two_levels=is_hierarchical, overlap=overlap, follows=follows
-        )
 
     def close(self) -> None:
         """End the threads of all reductions that were made."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
+from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce import flat_bucket
@@ -238,8 +239,12 @@ class GradientReducer:
             early=early, seconds=last - self._started_at if self._buckets else 0.0, exposed_s=ended - began,
             fabric=self.fabric.name if self.fabric else "",
         )  # fmt: skip
-        if self._planned is not None:
-            self._planned.note_sum(self.times.bytes, overlap=self.armed, follows=self._owners is None)
+        if self._planned is not None:  # for the comparison of the job with its plan
+            is_hierarchical = self._planned.hierarchical is not None
+            session.note_reduction(
+                self.ranks, self._planned.spec, self.times.bytes, two_levels=is_hierarchical,
+                overlap=self.armed, follows=self._owners is None,
+            )  # fmt: skip
         self._step += 1
         if self.armed and self._expected is None:
             self._learn()
