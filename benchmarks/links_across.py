@@ -169,9 +169,10 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
         if chosen:
             order, parents = tuple(chosen["order"]), tuple(chosen["parents"])
             across = CrossClusterAlgorithm(chosen["algorithm"], order, parents)
-        all_reduce = TwoLevelAllReduce(
+        reduction = TwoLevelAllReduce(
             list(members.values()), chunk_bytes=way.get("chunk_bytes"), across=across, names=list(members)
         )
+        all_reduce = reduction.all_reduce
     time_sums(all_reduce, BYTES, times)
 
 

@@ -18,6 +18,10 @@ VARIABLES = {
     "HOLMES_NODE": "the name of this node, in place of its host name",
     "HOLMES_SYSFS": "root of the /sys tree to read NICs from; `holmes lab` sets it",
 }
+#: Options that were removed -> what to do instead.
+REMOVED = {
+    "apart": "run joined jobs instead (docs/joined.md)",
+}
 PARTITIONS = ("uniform", "speed", "balanced")
 #: After --holmes-profile's file: end the job when it is written.
 STOP = ",stop"
@@ -62,10 +66,6 @@ class Options:
         "1f1b (default): stages alternate forward and backward passes; auto: backward passes are split"
         " into input and weight gradients, in the order with the shortest step found within memory "
         "(DeepSpeed's pipeline engine, torch's schedules of one stage a rank)", ("1f1b", "auto"))
-    apart: str = _option(
-        "off", "off (default), or N such as 2: when a data-parallel step takes N times as long as "
-        "without gradients between the clusters, they continue as joined jobs (--holmes-outer) and merge "
-        "again when the network allows it; losses differ (docs/adapt.md)")
     edges: str = _option(
         "off", "off (default), bf16, or int8 (a scale for each row): activations and their gradients between "
         "pipeline stages on the slow network only", ("off", "bf16", "int8"))
@@ -132,8 +132,6 @@ class Options:
             "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
             "inflight": self.inflight not in ("auto", "off") and not self.inflight[:4].isdecimal()
             and "is none of auto, off and a number of micro-batches",
-            "apart": self.apart != "off" and not 1.1 <= _decimal(self.apart) <= 1000
-            and "is neither off nor a number, 1.1 or more",
             "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
             "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",
             "watchdog": self.watchdog != "off" and not self.watchdog_limits
@@ -200,11 +198,6 @@ class Options:
     @property
     def timeout_s(self) -> float:
         return float(self.timeout)
-
-    @property
-    def apart_from(self) -> float:
-        """Times the step of clusters by themselves, from which on they go apart; 0: never."""
-        return 0.0 if self.apart == "off" else float(self.apart)
 
     @property
     def patience_s(self) -> float:
@@ -283,11 +276,27 @@ def meant(word: str) -> str:
     return nearest(word, _by_flag(), cutoff=0.85)
 
 
+def _removed_error(name: str, given_as: str) -> HolmesError:
+    """Return the error for a removed option.
+
+    Args:
+        name: The option's key in REMOVED.
+        given_as: How the user gave the option, such as "--holmes-apart".
+    """
+    return HolmesError(f"{given_as} was removed; {REMOVED[name]}")
+
+
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return name -> value of the options that environment variables set: "cluster" of HOLMES_CLUSTER, ...
 
     A variable that is empty counts as not set.
+
+    Raises:
+        HolmesError: the variable of a removed option is set.
     """
+    for name in REMOVED:
+        if environ.get(variable(name)):
+            raise _removed_error(name, given_as=variable(name))
     values = {}
     for name in names():
         value = environ.get(variable(name))
@@ -303,9 +312,10 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
     arguments from a lone "--" on belong to the script.
 
     Raises:
-        HolmesError: a flag is unknown, lacks its value, or is given twice.
+        HolmesError: a flag is unknown or removed, lacks its value, or is given twice.
     """
     by_flag = _by_flag()
+    removed_by_flag = {flag(name): name for name in REMOVED}
     values = from_environment(environ)  # name of an option, e.g. "cluster" -> its value
     seen: set[str] = set()  # flags so far
     rest: list[str] = []  # arguments of the script
@@ -327,6 +337,8 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
                 raise HolmesError(
                     f"{PREFIX} takes no value, so {item!r} cannot be read; write {PREFIX} alone")
             continue
+        if name in removed_by_flag:
+            raise _removed_error(removed_by_flag[name], given_as=name)
         option = by_flag.get(name, "")
         if not option:
             flags = [known_flag.removeprefix(f"{PREFIX}-") for known_flag in by_flag]
@@ -347,6 +359,8 @@ def options_from(**values: Any) -> Options:
         HolmesError: there is no option of that name; the message has the nearest one.
     """
     for name in values:
+        if name in REMOVED:
+            raise _removed_error(name, given_as=f"enable({name}=...)")
         if name not in names():
             raise HolmesError(f"enable({name}=...) is not an option of holmes; {did_you_mean(name, names())}")
     return _options({name: str(value) for name, value in values.items() if value is not None})

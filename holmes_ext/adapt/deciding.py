@@ -28,10 +28,9 @@ from holmes_ext.adapt.pipeline import (
     differ,
     measured,
 )
-from holmes_ext.adapt.reductions import RoundsApart, SumChange, SumEvaluator, Summed
+from holmes_ext.adapt.reductions import SumChange, SumEvaluator, Summed
 from holmes_ext.adapt.restart import why_not
 from holmes_ext.document import Table
-from holmes_ext.join.settings import apart_settings
 from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import walked_ends
@@ -42,7 +41,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import SOCKETS, Reduction
+from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime.measure.profile_file import merge
 from holmes_ext.runtime.session import Session
 
@@ -61,9 +60,7 @@ class Deciding:
         self.current, self.sizes, self.network_api = current, sizes, network_api
         self.tell, self.put = tell, put
         known = network_api, current.options, current.engine
-        outer = apart_settings(current.options)
-        rounds = RoundsApart(outer.every, outer.fragments, outer.delay) if outer is not None else None
-        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known, rounds)
+        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known)
         self._edges: dict[int, float] = {}
         self._told: set[str] = set()
         self._busy: list[float] = []  # of the stages, when layers and model were last looked at
@@ -94,10 +91,8 @@ class Deciding:
             if summed := self._summed(answered, learned):
                 change = sums = self.sums.next(plan, summed, step_s)
                 self._tell_ended(self.sums.trials)
-                if reason := summed[0].why_not_apart:
-                    self._tell_once("--holmes-apart is left off:", reason)
                 if sums is not None:
-                    self._taken = partial(self._takes_sums, sums, plan, summed)
+                    self._taken = partial(self.sums.taken, sums, plan, summed)
         if change is None and self._restart is not None and not (self.evaluator.trials.running
                                                                  or self.sums.trials.running):
             change, self._taken = self._restart, self._restarts
@@ -113,12 +108,6 @@ class Deciding:
     def taken(self) -> None:
         """All ranks go on with what was proposed last."""
         self._taken()
-
-    def _takes_sums(self, change: SumChange, plan: Plan, summed: list[Summed]) -> None:
-        self.sums.taken(change, plan, summed)
-        if change.together:
-            times = f"a step will take {change.then_s:.4g} s, apart it took {change.now_s:.4g}"
-            self.tell(f"the clusters are one job again: {times}")
 
     def _restarts(self) -> None:
         self._restart, self._will_restart = None, True
@@ -150,11 +139,9 @@ class Deciding:
             busy = {name: min(window["busy"][name] for window in windows if name in window["busy"])
                     for name in names}
             summed.append(Summed(
-                Table(windows[0]["way"], "report").into(Reduction),
+                Table(windows[0]["way"], "report").into(ReductionSpec),
                 max(window["bytes"] for window in windows), min(window["seconds"] for window in windows),
-                min(window["exposed"] for window in windows), busy, end_s - min(ends),
-                max(window["why_not_apart"] for window in windows),
-                min(window["round_s"] for window in windows)))
+                min(window["exposed"] for window in windows), busy, end_s - min(ends)))
         return summed
 
     def _decided_edges(self, learned: Plan) -> tuple[float, ...]:

@@ -26,7 +26,6 @@ from holmes_ext.adapt.reductions import SumChange
 from holmes_ext.adapt.sums import SumWindow, fits
 from holmes_ext.adapt.vote import KEEP, TAKE, Boundary, Stopped, Vote
 from holmes_ext.adapt.window import Window
-from holmes_ext.join.settings import apart_settings
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import VERBS
 from holmes_ext.runtime.measure import telemetry
@@ -148,7 +147,8 @@ class Learning:
             item = self._steps.get()
             if item is None:
                 raise Stopped
-            if item[0] >= first and sums.step(*item[3:]):
+            if item[0] >= first:
+                sums.step(*item[3:])
                 window.step(*item[1:])
                 count += 1
         return {**window.report(), "sums": sums.report()}
@@ -156,8 +156,7 @@ class Learning:
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
         change = change_of(proposal)
         current = self.current
-        outer = apart_settings(current.options)
-        if isinstance(change, SumChange) and not fits(change, self.recorder, outer.fragments if outer else 1):
+        if isinstance(change, SumChange) and not fits(change, self.recorder):
             return False
         if isinstance(change, Restart) and restart.why_not(current.process, current.options, current.engine,
                                                            os.environ):

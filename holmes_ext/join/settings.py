@@ -15,7 +15,6 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.algorithms import ALGORITHMS, DiLoCo
 from holmes_ext.join.estimate import DEFAULT, MOST_FRAGMENTS
-from holmes_ext.options import Options
 from holmes_ext.words import named_values
 
 AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
@@ -43,9 +42,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 #: Each job's own business; everything else must be the same in all jobs.
 OWN = ("min", "timeout", "part")
-#: What clusters of one job have not: their sums are the job's own.
-_JOINED = ("seconds", "compress", "aggregate", "trim", "weight", "limit", "min", "timeout", "part", "rounds",
-           "grace", "topk")
 #: Numbers that may be auto: None then.
 _AUTO = ("momentum", "grace")
 
@@ -172,23 +168,6 @@ def parse_outer(text: str) -> OuterSettings:
         given.setdefault("fragments", next(count for count in (4, 3, 2, 1) if every % count == 0))
         given.setdefault("delay", min(OuterSettings.delay, max(0, every // max(given["fragments"], 1) - 1)))
     return OuterSettings(**given)
-
-
-def apart_settings(options: Options) -> OuterSettings | None:
-    """Of clusters that go apart inside one job; None: --holmes-apart is off. HolmesError for what joined jobs
-    alone can."""
-    if not options.apart_from:
-        return None
-    settings, usual = parse_outer(options.value("outer")), OuterSettings()
-    for name in _JOINED:
-        if getattr(settings, name) != getattr(usual, name):
-            raise HolmesError(f"--holmes-outer: {name} is for jobs of --holmes-join, not for --holmes-apart")
-    if settings.outer_algorithm().of_matrices:
-        raise HolmesError(
-            f"--holmes-outer: algorithm={settings.algorithm} is for jobs of --holmes-join, not for"
-            " --holmes-apart"
-        )
-    return settings
 
 
 def _read(name: str, value: str) -> Any:

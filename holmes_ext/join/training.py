@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinAddress, parse_address, port_range
-from holmes_ext.join.settings import OuterSettings, apart_settings, parse_outer
+from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.token import token_from, warning_of
 from holmes_ext.options import Options
 from holmes_ext.runtime.measure import telemetry
@@ -101,13 +101,10 @@ _job: _Job | None = None
 def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Read what the flags say; lines for the user. HolmesError when they cannot be followed."""
     global _job
-    apart = apart_settings(options)
-    if apart is not None and (options.value("join") or options.value("adapt") != "on"):
-        raise HolmesError("--holmes-apart needs --holmes-adapt on, and cannot be combined with --holmes-join")
     if not options.value("join"):
-        if options.value("outer") and apart is None:
+        if options.value("outer"):
             raise HolmesError("--holmes-outer says how joined jobs update each other; give --holmes-join "
-                              "NAME@HOST:PORT or --holmes-apart too")
+                              "NAME@HOST:PORT too")
         return []
     settings, address, token = parse_outer(options.value("outer")), parse_address(options.value("join")), token_from(environ)
     port_range(options.value("join_ports"), options.value("join_address"), environ)

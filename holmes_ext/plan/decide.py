@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
@@ -29,7 +29,7 @@ from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan, Straddle
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
-from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, Reduction
+from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, ReductionSpec
 
 
 def derive_traffic(
@@ -141,7 +141,7 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
 def reduction_of(
     plan: Plan, ranks: Sequence[int], network_api: str, options: Options, total_bytes: float = inf,
     engine: EngineTraits = EngineTraits(),
-) -> Reduction:
+) -> ReductionSpec:
     """How the group of `ranks` sums total_bytes in a step: as its stage does. For itself where the plan has
     no such group, it is to compress otherwise, or has too little for a network's buckets; for the stage again
     where links have a latency and the plan did not know its bytes."""
@@ -172,14 +172,6 @@ def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
     return result
 
 
-class _Inside(Network):
-    """Every group is on the slowest of its members' own best fabrics."""
-
-    def fabric(self, kinds: Iterable[int]) -> Fabric:
-        fabrics = [super(_Inside, self).fabric([kind]) for kind in kinds]
-        return min(fabrics, key=lambda fabric: fabric.preference)
-
-
 def straddles_of(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
     """Groups that no fast fabric holds though a member has one, by kind; their cost: how much longer a step
     takes than with these groups inside."""
@@ -195,8 +187,7 @@ def straddles_of(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
             if network.straddles(frozenset(first)):
                 across.append(first)
         if across:
-            inside = Prices(network, prices.job, prices.rules)
-            inside.groups |= {kind: _Inside(network.site, network.links, network.only)}
+            inside = Prices(network, prices.job, prices.rules, on_best_fabrics=kind)
             longer_s = max(0.0, prices.step_s(placement) - inside.step_s(placement))
             example = set(across[0].values())
             ordered = tuple(name for name in names if name in example)

@@ -26,7 +26,7 @@ from holmes_ext.plan.placement.families import family_of
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes, groups
-from holmes_ext.plan.traffic import LOCAL, SOCKETS, Edge, Reduction, Traffic, same
+from holmes_ext.plan.traffic import LOCAL, SOCKETS, Edge, ReductionSpec, Traffic, same
 
 #: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's
 #: bucket_cap_mb.
@@ -58,7 +58,7 @@ class Decisions:
 
     # ------------------------------------------------------------------- reductions
 
-    def reductions(self) -> tuple[Reduction, ...]:
+    def reductions(self) -> tuple[ReductionSpec, ...]:
         """Of every stage."""
         return tuple(self.reduction(stage, overlap) for stage, overlap in enumerate(self._overlapped()))
 
@@ -76,18 +76,18 @@ class Decisions:
         first = step.end_s[0] - step.exposed_s[0]
         return [bool(reduction) and end > first for end, reduction in zip(step.end_s, step.reduction_s)]
 
-    def reduction(self, stage: int, overlap: bool) -> Reduction:
+    def reduction(self, stage: int, overlap: bool) -> ReductionSpec:
         sums = self.prices.sums(self.placement, stage)
         return self._reduction(sums, overlap, self.plan.workload.gradient_bytes)
 
-    def of_group(self, ranks: Sequence[int], overlap: bool, total_bytes: float) -> Reduction:
+    def of_group(self, ranks: Sequence[int], overlap: bool, total_bytes: float) -> ReductionSpec:
         """Of any group, whose bytes no plan knew."""
         family = family_of(self.placement, ranks)
         job = replace(self.prices.job, reduced_bytes=(min(total_bytes, LARGE_BYTES),), repeats=(1,))
         prices = Prices(self.network, job, self.prices.rules)
         return self._reduction([prices.sums_of(family, 1)], overlap, total_bytes)
 
-    def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> Reduction:
+    def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> ReductionSpec:
         fabrics = [self.network.fabric(group.family.kinds) for group in sums if group.family.nodes > 1]
         slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
         size = INSIDE_BYTES
@@ -95,10 +95,10 @@ class Decisions:
             size = bucket_bytes(slowest, sums[0].family.ranks, total_bytes)
         user_bytes = self.options.bucket_bytes
         across = [group for group in sums if self.network.across(group.family.kinds)]
-        planned = Reduction(overlap, user_bytes or size, compress=self.options.compress)
+        planned = ReductionSpec(overlap, user_bytes or size, compress=self.options.compress)
         return self._in_two_levels(planned, across)
 
-    def _in_two_levels(self, planned: Reduction, sums: Sequence[Sums]) -> Reduction:
+    def _in_two_levels(self, planned: ReductionSpec, sums: Sequence[Sums]) -> ReductionSpec:
         """Of groups that do the same at once: where that is faster for each of them."""
         both = [group.both for group in sums if group.both is not None]
         least = [levels.faster_from(group.flat) for levels, group in zip(both, sums)]
@@ -116,7 +116,7 @@ class Decisions:
             streams=streams,
         )  # fmt: skip
 
-    def tied(self) -> Reduction | None:
+    def tied(self) -> ReductionSpec | None:
         """Of a weight of the first and the last stage; None: every rank with its twin, as engines do."""
         last = self.placement.sizes.pipeline - 1
         if self.plan.sizes is None or not last or not self.prices.rules.tied:
@@ -129,7 +129,7 @@ class Decisions:
             if kind not in families or not isinstance(both, TwoLevels):
                 return None
             sums.append(Sums(families[kind], pairs, both, families[kind].count))
-        planned = self._in_two_levels(Reduction(False, 0), sums)
+        planned = self._in_two_levels(ReductionSpec(False, 0), sums)
         return planned if planned.clusters else None
 
     # ------------------------------------------------------------------- stages

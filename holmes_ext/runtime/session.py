@@ -15,7 +15,7 @@ from holmes_ext.plan.decide import reduction_of, resized
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import SOCKETS, Reduction
+from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime.groups.backend import network_api_of
 from holmes_ext.runtime.groups.transport import Transport, transport_on
 from holmes_ext.runtime.start.launcher import Process
@@ -82,13 +82,13 @@ class Session:
         else:
             self._resized[sizes] = plan
 
-    def stages(self, sizes: Sizes, backend: str) -> tuple[Reduction, ...]:
+    def stages(self, sizes: Sizes, backend: str) -> tuple[ReductionSpec, ...]:
         """How each stage of a job of complete `sizes` reduces its gradients by `backend`."""
         return self.plan_for(sizes).traffic_of(network_api_of(backend) or SOCKETS).reductions
 
     def reduction(
         self, ranks: Iterable[int], backend: str, total_bytes: float = inf, compress: str | None = None
-    ) -> Reduction:
+    ) -> ReductionSpec:
         """How a group sums total_bytes of gradients in a step; compress: instead of --holmes-compress."""
         options = self.options if compress is None else replace(self.options, compress=compress)
         network_api = network_api_of(backend) or SOCKETS
@@ -98,7 +98,7 @@ class Session:
             return again
         return reduction_of(self.plan, members, network_api, options, total_bytes, self.engine)
 
-    def decided_again(self, ranks: Iterable[int], backend: str) -> Reduction | None:
+    def decided_again(self, ranks: Iterable[int], backend: str) -> ReductionSpec | None:
         """How a group of `ranks` sums by what the job has measured; None where nothing was decided of it."""
         if self.learned is None or (stage := self.learned.stage_of(ranks)) is None:
             return None
@@ -119,19 +119,17 @@ class GroupRecord:
 class DoneReduction:
     """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; two_levels:
     else one ring; overlap: under the last backward; reported: the user knows why it differs; follows: the
-    plan's changes; why_not_apart: why its clusters cannot go apart; round_s: of their last round."""
+    plan's changes."""
 
-    planned: Reduction
+    planned: ReductionSpec
     bytes: float
     two_levels: bool
     overlap: bool
     reported: bool = False
     follows: bool = False
-    why_not_apart: str = ""
-    round_s: float = 0.0
 
 
-def note_reduction(ranks: Iterable[int], planned: Reduction | None, size: float, **how: Any) -> None:
+def note_reduction(ranks: Iterable[int], planned: ReductionSpec | None, size: float, **how: Any) -> None:
     """`ranks` have summed gradients; of several sums the largest counts. how: of DoneReduction. Only where
     holmes is on and the group has two ranks."""
     key = tuple(ranks)

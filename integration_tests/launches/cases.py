@@ -114,7 +114,7 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
         session.set_active(current)
         stack.callback(session.set_active, None)
         # of the group of all ranks, which stays
-        for known in (deepspeed_two_level._planned_reductions, deepspeed_two_level._two_level_all_reduces):
+        for known in (deepspeed_two_level._planned_specs, deepspeed_two_level._hierarchical_reductions):
             stack.callback(known.clear)
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -162,13 +162,13 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
     The result also says which features of holmes the case used.
     """
     used: set[str] = set()  # names of the features that the case used
-    all_reduce_in_two_levels = TwoLevelCollectives.__call__  # the hierarchical all-reduce
+    all_reduce_in_two_levels = TwoLevelCollectives.all_reduce  # the hierarchical all-reduce
 
     def note_use(*args: Any, **more: Any) -> Any:
         used.add("two levels")
         return all_reduce_in_two_levels(*args, **more)
 
-    with as_under_nccl(one, features) as log, mock.patch.object(TwoLevelCollectives, "__call__", note_use):
+    with as_under_nccl(one, features) as log, mock.patch.object(TwoLevelCollectives, "all_reduce", note_use):
         losses = train()
         current = session.require()  # the state of holmes in this process, with the plan of the case
         reductions_of_stages = current.stages(one.sizes, backend="fake")

@@ -102,3 +102,8 @@ def test_without_join_nothing_is_asked_for():
 def test_own_settings_may_differ():
     ours, theirs = parse_outer("min=1,timeout=5,part=0/2"), parse_outer("min=2,part=1/2")
     assert ours.agreed() == theirs.agreed() != parse_outer("lr=0.5").agreed()
+
+
+def test_settings_of_joined_jobs_need_a_job_that_joins():
+    with pytest.raises(HolmesError, match="give --holmes-join NAME@HOST:PORT too"):
+        training.request(Options(outer="every=8"))

@@ -14,7 +14,7 @@ from holmes_ext.plan.cost.across import CrossClusterAlgorithm
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.plan import Plan, Straddle, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 
 SITE = clusters.site(processes=2)
 
@@ -82,7 +82,7 @@ def test_a_file_of_version_3_is_read():
 
 def test_an_algorithm_across_clusters_is_told_to_other_ranks():
     tree = CrossClusterAlgorithm("tree", ("b", "a"), ("", "b"))
-    planned = Reduction(True, 2**20, ("a", "b"), across=tree)
+    planned = ReductionSpec(True, 2**20, ("a", "b"), across=tree)
     made = replace(plan(), traffic=tuple(replace(one, reductions=(planned,)) for one in plan().traffic))
     assert parse_plan(made.to_json(), made.source) == made
 

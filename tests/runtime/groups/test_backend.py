@@ -8,7 +8,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, network_api_of
-from holmes_ext.runtime.reduce import straddling
+from holmes_ext.runtime.reduce.planned import PlannedReduction
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.start.launcher import Process
 
@@ -62,8 +62,7 @@ def unnamed(rank):
     site = example()
     session.set_active(session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site,
                                        build_plan(site), rank))
-    way = straddling.planned(dist.group.WORLD)
-    made = straddling.two_level_for(dist.group.WORLD, 2**20, way)
+    made = PlannedReduction(dist.group.WORLD, 2**20, "cpu").reduction
     session.set_active(None)
     return str(dist.get_backend()), backend_of(), backend_of(dist.new_group([0, 1, 2, 3])), type(
         made).__name__

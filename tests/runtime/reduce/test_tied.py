@@ -37,7 +37,7 @@ def summed(rank):
     local = own(rank).to(DEVICE)
     assert tied_sum.takes(local) and not tied_sum.takes(local.t())
     tied_sum(local, tied_sum.twins)
-    crossed = 0 if ON_GPUS else tied_sum.bytes_across
+    crossed = 0 if ON_GPUS else tied_sum.reduction.bytes_across
     shard = own(rank).view(-1).to(DEVICE)
     shard[: 300 if rank % 2 else 0] = 0  # rank 0 of a stage owns the first 300 elements, rank 1 the others
     shard[SIZE if rank % 2 else 300 :] = 0
