@@ -65,11 +65,23 @@ class Table:
         what = f"; is {near!r} a misspelling of it?" if near else ""
         return HolmesError(f"{self.at(key)} is missing{what}")
 
-    def version(self, *known: int) -> None:
-        """Refuse other versions of the document than `known`."""
-        if (version := self.take("version", int)) not in known:
-            these = f"version{'s' * (len(known) > 1)} {' and '.join(map(str, known))}"
-            raise HolmesError(f"{self.at('version')} is {version}; this holmes_ext reads {these}")
+    def version(self, current: int, upgrade: str = "") -> None:
+        """Refuse a document whose key `version` is not the version that this holmes_ext reads.
+
+        Args:
+            current: The version that is read.
+            upgrade: What the user can do about an older version. It ends the message about one.
+
+        Raises:
+            HolmesError: the version is another one, or the key is missing or not a whole number.
+        """
+        version = self.take("version", int)
+        if version == current:
+            return
+        message = f"{self.at('version')} is {version}; this holmes_ext reads version {current}"
+        if upgrade and version < current:
+            message += f"; {upgrade}"
+        raise HolmesError(message)
 
     def take(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         """The value of `key`, of type `kind` (float takes whole numbers too, and is finite)."""

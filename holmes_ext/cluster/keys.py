@@ -26,7 +26,7 @@ _RATE, _TIME, _LIST = 'a rate, `"25Gb/s"`', 'a time, `"30us"`', "a list of texts
 _WAITS = ", ".join(f"{format_seconds(kind.latency_s)} for {name}" for name, kind in KINDS.items())
 
 KEYS = (
-    Key("", "version", "a number", "", "2; files of version 1 (no uplinks, no `[[between]]`) are read"),
+    Key("", "version", "a number", "", "of the file's format: 2"),
     Key("", "name", "a text", "the file's name", "of the whole"),
     Key("[ethernet]", "rate", _RATE, "", "of one node, each way, on the network that reaches every node"),
     Key("[ethernet]", "latency", _TIME, format_seconds(KINDS["ethernet"].latency_s),

@@ -12,7 +12,7 @@
     nodes = ["a[0-3]"]             # host names
     processes = 8                  # for each node, one a GPU
 
-Every key with its kind and default: keys.py. Version 1 had no uplinks and no [[between]].
+Every key with its kind and default: keys.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from holmes_ext.document import Table, digest_of, parse_toml, read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import nearest
 
-VERSIONS = (1, 2)
+VERSION = 2
+_UPGRADE = (
+    'write "version = 2": every key of version 1 means the same there, and version 2 adds uplinks and '
+    "[[between]]"
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _RANGE = re.compile(r"(.*)\[([0-9]{1,18})-([0-9]{1,18})\](.*)")
 MAX_NODES = 100_000
@@ -143,7 +147,7 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     if not text.strip():
         raise HolmesError(f"{source}: the file is empty; examples/clusters/ has samples to start from")
     top = parse_toml(text, source)
-    top.version(*VERSIONS)
+    top.version(VERSION, _UPGRADE)
     name = top.take("name", str, Path(source).stem)
     ethernet = top.table("ethernet")
     clusters = [_cluster(table) for table in top.tables("cluster")]

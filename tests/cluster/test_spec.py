@@ -11,7 +11,7 @@ from holmes_ext.errors import HolmesError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.toml"))
 GOOD = """# two clusters
-version = 1
+version = 2
 name = "lab"
 
 [ethernet]
@@ -78,10 +78,12 @@ def test_digest_is_of_the_content():
 @pytest.mark.parametrize(
     "old,new,message",
     [
-        ("version = 1", "", "'version' is missing"),
-        ("version = 1", "version = 3", "'version' is 3; this holmes_ext reads versions 1 and 2"),
-        ("version = 1", "version = true", "'version': True is not a whole number"),
-        ("version = 1", "version = " + "9" * 5000, "not valid TOML"),
+        ("version = 2", "", "'version' is missing"),
+        ("version = 2", "version = 3", "'version' is 3; this holmes_ext reads version 2$"),
+        ("version = 2", "version = 1",
+         "'version' is 1; this holmes_ext reads version 2; write \"version = 2\""),
+        ("version = 2", "version = true", "'version': True is not a whole number"),
+        ("version = 2", "version = " + "9" * 5000, "not valid TOML"),
         ('[ethernet]\nrate = "25Gb/s"', "[ethernet]", "'ethernet.rate' is missing"),
         ("[ethernet]", "[network]", "'ethernet' is missing"),
         ('"25Gb/s"', '"25GB/s"', "'ethernet.rate': '25GB/s' is not a rate"),
@@ -142,7 +144,7 @@ def test_unreadable_files(tmp_path):
         load_spec(tmp_path / "missing.toml")
     with pytest.raises(HolmesError, match="cannot be read"):
         load_spec(tmp_path)
-    (tmp_path / "latin.toml").write_bytes(b"version = 1 # \xff")
+    (tmp_path / "latin.toml").write_bytes(b"version = 2 # \xff")
     with pytest.raises(HolmesError, match="cannot be read"):
         load_spec(tmp_path / "latin.toml")
 
