@@ -34,8 +34,8 @@ from typing import Any
 import holmes_ext
 from holmes_ext.cli.main import Help, main, parser_of
 from holmes_ext.cli.main import commands as all_commands
+from holmes_ext.cluster import spec
 from holmes_ext.cluster.keys import KEYS
-from holmes_ext.cluster.spec import VERSIONS
 from holmes_ext.options import default_of, flag, help_of, names, variable
 from holmes_ext.options import variables as environment_variables
 from holmes_ext.patches import all_patches
@@ -227,17 +227,13 @@ def public() -> str:
             words = sorted(word for one in parser._actions
                            for word in one.option_strings if word.startswith("--"))
             lines.append(f"- `{parser.prog}`: {', '.join(f'`{word}`' for word in words if word != '--help')}")
-    versions = {"plan.json": plan.VERSIONS, "telemetry's rank*.jsonl": telemetry_file.VERSION}
+    versions = {"plan.json": plan.VERSION, "telemetry's rank*.jsonl": telemetry_file.VERSION}
     lines += ["\n## Files, and the versions that are read\n",
-              f"- cluster.toml: {_numbers(VERSIONS)}; its keys:"
+              f"- cluster.toml: {spec.VERSION}; its keys:"
               f" {', '.join(f'`{key.table}{key.name}`' for key in KEYS)}"]
-    lines += [f"- {name}: {_numbers(value)}" for name, value in versions.items()]
+    lines += [f"- {name}: {value}" for name, value in versions.items()]
     lines += [f"- metrics: {', '.join(f'`{name}`' for name in FAMILIES)}"]
     return "\n".join(lines) + "\n\n"
-
-
-def _numbers(value: Any) -> str:
-    return ", ".join(map(str, value if isinstance(value, (tuple, list, set, frozenset)) else (value,)))
 
 
 #: Ending of a file -> what a page calls its language.

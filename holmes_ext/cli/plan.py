@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from collections.abc import Iterable
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
@@ -14,7 +12,7 @@ from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import Training, training_of
 from holmes_ext.cluster.site import Site, site_from_spec
-from holmes_ext.cluster.sources.hostlist import expand
+from holmes_ext.cluster.sources.hostlist import expand, folded, runs
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
@@ -35,7 +33,6 @@ from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.words import some_of
 
-_NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 _ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a
 training command after --, for sizes, or searched for a model."""
 _EPILOG = """\
@@ -220,29 +217,12 @@ def _kind(field: Field[Any]) -> type:
     return int if field.type == "int" else float
 
 
-def compress_hosts(names: Iterable[str]) -> str:
-    """ "a[0-3] b0" from a0 a1 a2 a3 b0: runs of consecutive numbers, in the order given."""
-    runs: list[list[str]] = []
-    for name in names:
-        last = _NUMBERED.fullmatch(runs[-1][-1]) if runs else None
-        if last and name == f"{last[1]}{int(last[2]) + 1:0{len(last[2])}d}{last[3]}":
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return " ".join(_bracket(run) for run in runs)
-
-
-def _bracket(run: list[str]) -> str:
-    first, last = _NUMBERED.fullmatch(run[0]), _NUMBERED.fullmatch(run[-1])
-    return f"{first[1]}[{first[2]}-{last[2]}]{first[3]}" if len(run) > 1 and first and last else run[0]
-
-
 def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
     screen = Screen()
     if plan.sizes is None or step is None:
         clusters = ", ".join(dict.fromkeys(site.node_by_name[name].cluster for name in plan.nodes))
         screen.line(f"parallel sizes unknown: clusters as blocks, the fastest fabric first ({clusters})")
-        screen.line(f"nodes: {compress_hosts(plan.nodes)}")
+        screen.line(f"nodes: {folded(plan.nodes)}")
         return
     columns = (Column("stage"), Column("nodes", wrap=12), Column("data-parallel over", wrap=10),
                Column("to the next stage", wrap=10, drop=1), Column("reduction", right=True))  # fmt: skip
@@ -290,5 +270,5 @@ def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, st
         for stage, pair in enumerate(zip(group, group[1:])):
             shared = plan.fabric_of(pair)
             edges[stage][LOCAL if shared is None else shared.name] = None
-    return [(compress_hosts(names), ", ".join(data[stage]), ", ".join(edges[stage]))
+    return [(" ".join(runs(names)), ", ".join(data[stage]), ", ".join(edges[stage]))
             for stage, names in enumerate(nodes)]

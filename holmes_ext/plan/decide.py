@@ -36,8 +36,13 @@ def derive_traffic(
     plan: Plan, site: Site, options: Options = Options(), links: Links = Links(),
     workload: Workload | None = None, basis: str = NOMINAL, engine: EngineTraits = EngineTraits(),
 ) -> Plan:
-    """`plan` with what the ports of `site` can carry, and the decisions that follow from it. links, workload,
-    basis: for a plan without rates and model (a new one, or of version 1)."""
+    """Return `plan` with the networks that the ports of `site` can carry, and the decisions that follow.
+
+    Args:
+        links: Measured rates of networks that the plan has no rate of. A new plan has none.
+        workload: What a rank does in a step, for a new plan; one that has networks keeps its own.
+        basis: Where `workload` comes from.
+    """
     known = {fabric.name: fabric for fabric in plan.fabrics}
     here = [site.node_by_name[name] for name in plan.nodes]
 

@@ -23,11 +23,10 @@ from holmes_ext.plan.sizes import KINDS, Sizes, groups
 from holmes_ext.plan.traffic import NETWORK_APIS, VERBS, PlannedFabric, Traffic
 
 VERSION = 4
-#: That are read.
-VERSIONS = (1, 2, 3, VERSION)
 #: `basis` of a plan whose model nobody told.
 NOMINAL = "nominal"
 ADVICE = "`holmes plan` writes one"
+_UPGRADE = "make the plan again with `holmes plan`"
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Plan:
     nodes: tuple[str, ...]
     processes: int
     sizes: Sizes | None = None
-    #: In the order of preference; () in a file of version 1.
+    #: In the order of preference; () until derive_traffic().
     fabrics: tuple[PlannedFabric, ...] = ()
     #: Nodes of each, and the network between them.
     clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -190,18 +189,13 @@ def parse_plan(text: str, source: str) -> Plan:
 
 
 def _plan(top: Table, traffic: bool) -> Plan:
-    version = top.take("version", int)
-    if version not in VERSIONS:
-        known = ", ".join(map(str, VERSIONS[:-1]))
-        raise HolmesError(
-            f"{top.at('version')} is {version}; this holmes_ext reads versions {known} and {VERSION}")
-    digest, defaults = top.take("digest", str), {}
-    if version == 1:
-        top.table("transports")
-    elif version < VERSION or not traffic:
-        top.tables("traffic")
-        defaults["traffic"] = ()
-    plan = top.into(Plan, source=top.source, **defaults)
+    top.version(VERSION, _UPGRADE)
+    digest = top.take("digest", str)
+    given: dict[str, Any] = {"source": top.source}
+    if not traffic:
+        top.tables("traffic")  # what `holmes plan --json` prints has it; the job derives it again
+        given["traffic"] = ()
+    plan = top.into(Plan, **given)
     if digest != digest_of({key: value for key, value in top.values.items() if key != "digest"}):
         way_out = "the file was edited or truncated; make it again with `holmes plan`"
         raise HolmesError(f"{top.at('digest')} does not match: {way_out}")

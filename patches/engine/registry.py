@@ -31,8 +31,6 @@ from holmes_ext.patches.engine.source import source_misfit
 from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
-#: Names of features that former versions of holmes had. HOLMES_DISABLE may still contain them.
-_FORMER = ("overlap-gather",)
 #: Why a feature is off that nobody has asked for. The user is not told about it.
 _UNWANTED = "not enabled"
 
@@ -58,7 +56,7 @@ def _features_named(source: str, text: str, known: Iterable[str]) -> frozenset[s
     """
     known = list(known)
     names = {name.strip() for name in text.split(",")} - {""}
-    if unknown := sorted(names - {*known, *_FORMER, "all"}):
+    if unknown := sorted(names - {*known, "all"}):
         raise HolmesError(f"{source}: {_unknown(unknown[0], [*known, 'all'])}")
     return frozenset(known if "all" in names else names)
 

@@ -163,7 +163,7 @@ def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
     assert [(s.kind, s.groups) for s in later.straddling] == [("data", 1)] and not job.straddling
 
 
-def test_a_plan_of_version_1_gets_what_it_lacks():
+def test_a_new_plan_gets_what_it_lacks():
     site = example()
     bare = Plan(site.digest, ("a0", "a1", "b0", "b1"), 1, Sizes(2).complete(4))
     assert bare.transports == {} and derive_traffic(bare, site).transports["data"] == ("a", "b")

@@ -91,9 +91,7 @@ class Request:
         if self.plan is not None:
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)
-            workload = workload_of(model, plan.sizes)
-            basis = model.source if model and workload else NOMINAL
-            plan = derive_traffic(plan, site, options, links, workload, basis, engine)
+            plan = derive_traffic(plan, site, options, links, engine=engine)
             return site, with_loads(plan, options, model, engine)
         if options.model or options.needs_model:
             shape: dict[str, Any] = {"partition": options.partition, "model": model, "overlap": self.overlap}

@@ -65,7 +65,7 @@ def test_all_sum_alike_and_describe_themselves():
 def hooked(rank):
     """Return the arguments of the hooks, and whether the last one is the object that reduces."""
     site, calls = example(), []
-    hooks.on_reduction.append(lambda *arguments: calls.append(arguments))
+    hooks._functions["on_reduction"].append(lambda *arguments: calls.append(arguments))
     without = PlannedReduction(dist.group.WORLD, 100, "cpu")
     assert not without.follow_plan() and without.spec is None
     current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site, build_plan(site), rank)
@@ -73,7 +73,7 @@ def hooked(rank):
     planned = PlannedReduction(dist.group.WORLD, 2**20, "cpu")
     assert not planned.follow_plan()
     session.set_active(None)
-    hooks.on_reduction.clear()
+    hooks._functions["on_reduction"].clear()
     planned.close()
     ((of_session, ranks, network_api, reducer),) = calls
     return of_session is current, ranks, network_api, reducer is planned
