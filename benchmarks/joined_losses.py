@@ -72,7 +72,6 @@ WAYS = {
     "muon": "algorithm=muon",
     "float32": "compress=off",
     "int8": "compress=int8",
-    "topk": "compress=topk",
     "2bit, every 208": "compress=2bit,every=208",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }

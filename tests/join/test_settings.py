@@ -35,6 +35,9 @@ def test_what_is_not_given_suits_what_is():
     ("momentum=1", "momentum=1 is not 0 to 0.9999"), ("momentum=much", "'much' is not a number, or auto"),
     ("mix=2", "mix='2' is neither keep nor a share"),
     ("compress=int4", "'int4' is not one of off, bf16, int8"),
+    ("compress=topk", "compress=topk was removed; compress is one of off, bf16, int8, 2bit$"),
+    ("every=8, compress = topk, topk=128", "compress=topk was removed"),
+    ("topk=128", "compress=topk was removed"),
     ("aggregate=best", "is not one of mean, median"), ("part=2/2", "part='2/2' is not k/K"),
     ("min=0", "min=0 is not 1 to 64"),
 ])  # fmt: skip

@@ -165,7 +165,7 @@ class RoundRunner:
         residual = self.state.fragments[in_flight.fragment].residual
         if residual is None:
             return square_of(in_flight.gradient)
-        return square_of(torch.add(in_flight.gradient, residual, alpha=self.codec.decay))
+        return square_of(torch.add(in_flight.gradient, residual))
 
     def _report(self, in_flight: InFlight, norm: float | None, tokens: float) -> dict[str, Any]:
         """What this job says when it is ready."""
