@@ -34,7 +34,8 @@ _MODULES = {
 def all_patches() -> tuple[Patch, ...]:
     """Every patch that holmes knows. No framework is imported."""
     names = [f".{framework}.{module}" for framework, modules in _MODULES.items() for module in modules]
-    names += [f"holmes_ext.join.patches.{name}" for name in ("torch", "deepspeed", "transformers", "megatron")]
+    joined = ("torch", "deepspeed", "transformers", "megatron")
+    names += [f"holmes_ext.join.patches.{name}" for name in joined]
     return tuple(patch for name in names for patch in importlib.import_module(name, __name__).PATCHES)
 
 

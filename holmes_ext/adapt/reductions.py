@@ -4,8 +4,8 @@ two levels, in which buckets or chunks, how across.
     measured_networks(plan, ...)   the plan with each network as fast as the sums on it were
     SumEvaluator                   step after step: what to change, whether it brought what was predicted
 
-The price and the code are those of the start (plan/decisions.py), and nothing flaps, as in adapt/pipeline.py. A
-sum that goes another way adds in another order: losses differ by float32's rounding from there on.
+The price and the code are those of the start (plan/decisions.py), and nothing flaps, as in adapt/pipeline.py.
+A sum that goes another way adds in another order: losses differ by float32's rounding from there on.
 """
 
 from __future__ import annotations

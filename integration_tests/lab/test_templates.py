@@ -33,26 +33,31 @@ def descendants(pid):
     return [int(child) for child in children] + [each for child in children for each in descendants(child)]
 
 
+def check_one_lab(templates, script):
+    """Run a job in a new lab, and return the pid of its template."""
+    lines = []
+    with Lab(SPEC) as lab:
+        job = lab.start([sys.executable, str(script)], preload=("decimal",),
+                        on_line=lambda *line: lines.append(line))
+        eventually(lambda: len(lines) == 3, "three ranks print a line")
+        assert {line.split()[0] for _, line, _ in lines} == {"a0", "a1", "b0"}
+        # All are in the lab's PID namespace.
+        namespaces = {os.readlink(f"/proc/{pid}/ns/pid") for pid in job.pids.values()}
+        assert namespaces == {os.readlink(f"/proc/{lab.holder('a0')}/ns/pid")}
+        (template,) = template_pids(templates)
+        assert set(job.pids.values()) < set(descendants(template))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in job.pids.values())
+    eventually(lambda: not descendants(template), "the guard ends after the zygote")
+    return template
+
+
 def test_labs_share_a_template_and_leave_nothing_in_it(templates, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WAIT)
-    for _ in range(2):
-        with Lab(SPEC) as lab:
-            lines = []
-            job = lab.start([sys.executable, str(script)], preload=("decimal",),
-                            on_line=lambda *line: lines.append(line))
-            eventually(lambda: len(lines) == 3, "three ranks print a line")
-            assert {line.split()[0] for _, line, _ in lines} == {"a0", "a1", "b0"}
-            # All are in the lab's PID namespace.
-            namespaces = {os.readlink(f"/proc/{pid}/ns/pid") for pid in job.pids.values()}
-            assert namespaces == {os.readlink(f"/proc/{lab.holder('a0')}/ns/pid")}
-            (template,) = template_pids(templates)
-            assert set(job.pids.values()) < set(descendants(template))
-        assert not any(Path(f"/proc/{pid}").exists() for pid in job.pids.values())
-        eventually(lambda: not descendants(template), "the guard ends after the zygote")
-    assert template_pids(templates) == [template]
+    first = check_one_lab(templates, script)
+    assert check_one_lab(templates, script) == first
     templates.close()
-    assert not Path(f"/proc/{template}").exists()
+    assert not Path(f"/proc/{first}").exists()
 
 
 def test_two_labs_at_once_and_one_that_ends_leaves_the_other_alone(templates, tmp_path):
@@ -133,7 +138,8 @@ sys.exit(codes[sys.argv[1]])
 
 
 def test_without_teardown_a_rank_s_modules_are_not_destroyed(lab, tmp_path):
-    (tmp_path / "script.py").write_text("class Ends:\n    def __del__(self):\n        print('end')\nend = Ends()\n")
+    code = "class Ends:\n    def __del__(self):\n        print('end')\nend = Ends()\n"
+    (tmp_path / "script.py").write_text(code)
     command = [sys.executable, str(tmp_path / "script.py")]
     ran = [lab.run(command, order=["a0"], preload=("decimal",), env={"HOLMES_LAB_SKIP_TEARDOWN": skip})
            for skip in "01"]

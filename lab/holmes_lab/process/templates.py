@@ -1,8 +1,8 @@
 """Preloaded Pythons that several labs share.
 
-A zygote (zygote.py) belongs to one lab, because it is in the lab's PID namespace. Each costs seconds of a core
-for its imports. A template is a Python that has imported the modules outside of any lab. A lab that needs a
-zygote gets a fork of the template:
+A zygote (zygote.py) belongs to one lab, because it is in the lab's PID namespace. Each costs seconds of a
+core for its imports. A template is a Python that has imported the modules outside of any lab. A lab that
+needs a zygote gets a fork of the template:
 
     Templates --socket--> template --forks--> guard --setns, forks--> zygote --forks--> launcher --> ranks
     (this process)        (outside of all labs)                       (in the lab's PID namespace)
@@ -21,7 +21,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -52,8 +52,8 @@ BOOT = BOOT.replace("SERVE", "serve")
 #: aborts or hangs without them now and then (runtime/groups/callbacks.py, for jobs under holmes, says how).
 _FORGET_S = 0.02
 #: Environment variable that makes a rank end without destroying its modules if it is "1". Destroying them
-#: takes about 0.3 s of a core, as it copies pages that the rank shares with the zygote. Threads are joined and
-#: functions of atexit run in any case.
+#: takes about 0.3 s of a core, as it copies pages that the rank shares with the zygote. Threads are joined,
+#: and functions of atexit run, in any case.
 SKIP_TEARDOWN = "HOLMES_LAB_SKIP_TEARDOWN"
 #: What a module imports at its first use: for seconds in every rank, if not here.
 _FIRST_USE = {"torch": ("torch._dynamo",),
@@ -114,7 +114,7 @@ def serve_template(modules: list[str], control_number: int) -> launch.Entry | No
         _preload(modules)
         threads = len(os.listdir("/proc/self/task"))
         if threads > 1:
-            raise RuntimeError(f"they start {threads - 1} threads while they are imported, which a fork loses")
+            raise RuntimeError(f"importing them starts {threads - 1} threads, which a fork loses")
     except BaseException as error:
         traceback.print_exc()
         wire.send(control, {"failed": str(error)})
