@@ -1,5 +1,5 @@
-"""Predicted against measured step times: planner/simulate/step.py against real engines on emulated clusters, and
-against the Holmes paper's bars.
+"""Predicted against measured step times: planner/simulate/step.py against real engines on emulated clusters,
+and against the Holmes paper's bars.
 
     python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict]
                                     [--within S]

@@ -1,8 +1,11 @@
 import os
 from pathlib import Path
 
+import pytest
 import ranks
 from carriers import ON_GPUS, PHYSICAL
+from holmes_lab import Lab
+from holmes_lab.process.templates import Templates
 
 from integration_tests.jobs import CLUSTER, FULL, lab_fixture
 
@@ -24,3 +27,11 @@ def pytest_collection_modifyitems(config, items):
 
 #: 2 nodes with InfiniBand, 2 with RoCE.
 two_clusters = lab_fixture(CLUSTER, scope="session")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_templates():
+    """Let all labs of this process fork their ranks from the same preloaded Pythons."""
+    with Templates() as Lab.templates:
+        yield
+    Lab.templates = None

@@ -19,6 +19,7 @@ import pytest
 from carriers import EMULATED, LESS_MEMORY, ON_GPUS, PHYSICAL, gpus
 from holmes_lab import Lab, interleave
 from holmes_lab.gpu.watcher import Watcher, wait_watched
+from holmes_lab.process.zygote import SKIP_TEARDOWN
 from packaging.version import Version
 from selection import full as full
 from selection import some as some
@@ -64,7 +65,7 @@ class LabOf:
         argv = list(command) if command[0] == "sh" else [sys.executable, *command]
         preload = () if command[0] == "sh" or PHYSICAL else preload
         # pytest's variable would give every test an environment, and so a preloaded Python, of its own
-        env = {"PYTEST_CURRENT_TEST": "", **FRAMEWORKS, **(env or {})}
+        env = {"PYTEST_CURRENT_TEST": "", SKIP_TEARDOWN: "0" if FULL else "1", **FRAMEWORKS, **(env or {})}
         if ON_GPUS:
             more.setdefault("gpus", gpus())
         return way(argv, **{"order": self.order, "preload": preload, "env": env, **more})

@@ -31,6 +31,7 @@ import pytest
 from carriers import ON_GPUS
 from checkouts import checkout_or_skip
 from holmes_lab.process.job import RunResult
+from holmes_lab.process.zygote import SKIP_TEARDOWN
 
 from holmes_ext.cli.main import main
 from integration_tests.gpu.commands import LOG, Command
@@ -189,7 +190,7 @@ class StartInLab:
             return self.clusters.run(
                 *arguments,
                 preload=command.preload,
-                env=env,
+                env={**env, SKIP_TEARDOWN: "0"},  # each framework ends as it does for a user
                 cwd=command.inside,
                 timeout=RUN_TIMEOUT_S,
             )

@@ -11,7 +11,7 @@
 
 The holders, the zygotes and every rank live in one PID namespace whose init dies with the keeper; the keeper
 ends when the caller does. So the kernel frees everything, however the lab ends. Nothing here has a name
-outside the lab.
+outside the lab. Labs of one process can share preloaded Pythons (process/templates.py).
 """
 
 import importlib

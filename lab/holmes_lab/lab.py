@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import holmes_ext
 import holmes_lab
@@ -26,6 +26,7 @@ from holmes_lab.network import crossing, sysfs_tree
 from holmes_lab.network import shaping as network
 from holmes_lab.process import ranks, wire, zygote
 from holmes_lab.process.job import Job, OnLine, RunResult
+from holmes_lab.process.templates import TemplateKey, Templates
 from holmes_lab.rights import denied, program
 
 _KEEPER_BOOT = """
@@ -50,6 +51,9 @@ class Lab:
     lab/launchers/. HolmesError when the machine lacks a right or a tool, naming it.
     """
 
+    #: Preloaded Pythons that all labs of this process share; None: each lab starts its own.
+    templates: ClassVar[Templates | None] = None
+
     def __init__(self, spec: SiteSpec, scale: float = 1.0, realtime: bool = False,
                  sysctl: Mapping[str, str] = MappingProxyType({}), login: bool = False):
         self.spec, self.scale, self.realtime, self.sysctl = spec, scale, realtime, sysctl
@@ -58,7 +62,7 @@ class Lab:
         self._by_name = {node.name: node for node in self.hosts}
         self._tools = {name: program(name) for name in ("ip", "tc")}
         self._ports = itertools.count(_FIRST_PORT)
-        self._zygotes: dict[Any, socket.socket] = {}
+        self._zygotes: dict[TemplateKey, socket.socket] = {}
         self._pids: dict[str, tuple[int, int]] = {}
         # pid of what carries between clusters, if the file says what lies there
         self.delay_line: int | None = None
@@ -252,6 +256,7 @@ class Lab:
         answer = self._answer()
         if "denied" in answer:
             raise HolmesError(denied(answer["denied"]))
+        self._init: int = answer["init"]
 
     def _make_nodes(self) -> None:
         hosts, nsswitch = self.directory / "hosts", self.directory / "nsswitch.conf"
@@ -293,12 +298,17 @@ class Lab:
         if OF_TEMPLATE[0] in env:
             # else a module that counts GPUs when imported forbids the fork
             env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        key = (interpreter, modules, tuple(sorted(env.items())), directory)
+        key = TemplateKey(interpreter, modules, tuple(sorted(env.items())), directory)
         if key not in self._zygotes:
             log = self.directory / f"preload{len(self._zygotes)}.log"
-            argv = [interpreter, "-c", zygote.BOOT, _ROOTS, ",".join(modules)]
-            self._zygotes[key] = zygote.start(
-                partial(self._ask, "zygote", argv=argv, env=env, cwd=directory), log, modules)
+            control = None
+            if self.templates is not None:
+                control = self.templates.zygote(key, _ROOTS, self._init, log)
+            if control is None:
+                argv = [interpreter, "-c", zygote.BOOT, _ROOTS, ",".join(modules)]
+                control = zygote.start(
+                    partial(self._ask, "zygote", argv=argv, env=env, cwd=directory), log, modules)
+            self._zygotes[key] = control
         return self._zygotes[key]
 
     def _ask(self, do: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Such jobs ("joined jobs", --holmes-join) exchange their weights from time to tim
 data (--holmes-outer part=k/K). While Trainer.get_train_dataloader runs, holmes replaces the Trainer's
 train_dataset by this job's part. So the Trainer makes its sampler and data loader for this part only.
 
-The exchange of weights needs no code here: it uses hooks of torch's optimizers (holmes_ext/join/patches/torch.py).
+The exchange of weights needs no code here: it uses hooks of torch's optimizers
+(holmes_ext/join/patches/torch.py).
 """
 
 from __future__ import annotations

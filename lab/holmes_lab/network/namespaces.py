@@ -70,6 +70,16 @@ def enter(holder: int, names: tuple[str, ...] = ("net", "uts", "mnt")) -> None:
         os.close(descriptor)
 
 
+def enter_for_children(process: int) -> None:
+    """Let future children of the caller be in the PID namespace of `process`, which must be inside the
+    caller's own."""
+    descriptor = os.open(f"/proc/{process}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _call("setns", descriptor, CLONE_NEWPID)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def own_proc() -> Iterator[None]:
     """Inside: a /proc of the caller's PID namespace, where it finds itself under os.getpid() (psutil looks).

@@ -19,11 +19,12 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from holmes_ext.errors import HolmesError
 from holmes_lab.emulate import trace
@@ -37,16 +38,23 @@ path = list(sys.path)
 sys.path[:0] = sys.argv[1].split(os.pathsep)
 from holmes_lab.process import zygote
 sys.path[:] = path
-entry = zygote.serve(sys.argv[2].split(","), int(sys.argv[3]))
+entry = zygote.SERVE(sys.argv[2].split(","), int(sys.argv[3]))
 del os, path, sys, zygote
 if entry is not None:
     variables = entry()
 """
+#: The same for a template (templates.py), from which the zygotes of several labs are forked.
+TEMPLATE_BOOT = BOOT.replace("SERVE", "serve_template")
+BOOT = BOOT.replace("SERVE", "serve")
 
 
 #: Seconds at exit in which gloo's threads get the interpreter to forget their last tensors: a stock job
 #: aborts or hangs without them now and then (runtime/groups/callbacks.py, for jobs under holmes, says how).
 _FORGET_S = 0.02
+#: Environment variable that makes a rank end without destroying its modules if it is "1". Destroying them
+#: takes about 0.3 s of a core, as it copies pages that the rank shares with the zygote. Threads are joined,
+#: and functions of atexit run, in any case.
+SKIP_TEARDOWN = "HOLMES_LAB_SKIP_TEARDOWN"
 #: What a module imports at its first use: for seconds in every rank, if not here.
 _FIRST_USE = {"torch": ("torch._dynamo",),
               "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend",
@@ -88,18 +96,90 @@ def serve(modules: list[str], control_number: int) -> launch.Entry | None:
     os.set_inheritable(control_number, False)
     try:
         with namespaces.own_proc():
-            for module in modules:
-                importlib.import_module(module)
-            import_for_ranks()
-            if uses_emulated_gpu():
-                raise RuntimeError(
-                    "it uses a GPU while it is imported, which no fork may share; leave it out")
+            _preload(modules)
     except BaseException as error:
         traceback.print_exc()
-        wire.send(control, {"failed": f"{module}: {error}"})
+        wire.send(control, {"failed": str(error)})
         return None
     wire.send(control, {"ready": True})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    return _fork_launchers(control)
+
+
+def serve_template(modules: list[str], control_number: int) -> launch.Entry | None:
+    """Import `modules`, then fork a zygote into each lab that the caller names, until the caller is gone."""
+    control = socket.socket(fileno=control_number)
+    os.set_inheritable(control_number, False)
+    try:
+        _preload(modules)
+        threads = len(os.listdir("/proc/self/task"))
+        if threads > 1:
+            raise RuntimeError(f"importing them starts {threads - 1} threads, which a fork loses")
+    except BaseException as error:
+        traceback.print_exc()
+        wire.send(control, {"failed": str(error)})
+        return None
+    wire.send(control, {"ready": True})
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        message, descriptors = wire.receive(control)
+        if message is None:
+            break
+        if os.fork() == 0:
+            control.close()
+            return _enter_lab(message["init"], *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    _wait_for_children()
+    return None
+
+
+def _enter_lab(lab_init: int, control_number: int, log: int) -> launch.Entry | None:
+    """In a fork of a template: fork the zygote into a lab's PID namespace, and wait for its end.
+
+    Only the zygote returns, and the ranks that it forks.
+    """
+    try:
+        namespaces.enter_for_children(lab_init)
+        pid = os.fork()
+    except OSError as error:  # the lab has ended
+        wire.send(socket.socket(fileno=control_number), {"failed": str(error)})
+        os._exit(1)
+    if pid != 0:
+        os.close(control_number)
+        os.close(log)
+        _wait_for_children()
+        os._exit(0)
+    namespaces.die_with_parent()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    control = socket.socket(fileno=control_number)
+    wire.send(control, {"ready": True})
+    return _fork_launchers(control)
+
+
+def _wait_for_children() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def _preload(modules: list[str]) -> None:
+    """Import what the ranks need, and raise an exception that names the module that cannot be imported."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except BaseException as error:
+            raise ImportError(f"{module}: {error}") from error
+    import_for_ranks()
+    if uses_emulated_gpu():
+        raise RuntimeError(
+            f"{modules[-1]}: it uses a GPU while it is imported, which no fork may share; leave it out")
+
+
+def _fork_launchers(control: socket.socket) -> launch.Entry | None:
+    """Fork a launcher for each job until the keeper or the caller is gone."""
     while True:
         message, descriptors = wire.receive(control)
         if message is None:
@@ -164,6 +244,36 @@ def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
         activate(sys.argv)
     else:
         _forget_holmes()
+    if env.get(SKIP_TEARDOWN) == "1":
+        _run_without_teardown(arguments, as_module)
+    return _run(arguments, as_module)
+
+
+def _run(arguments: list[str], as_module: bool) -> dict[str, Any]:
     if as_module:
         return runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     return runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _run_without_teardown(arguments: list[str], as_module: bool) -> NoReturn:
+    """Run a script and end the process as the interpreter does, but without destroying modules."""
+    status = 0
+    try:
+        variables = _run(arguments, as_module)  # noqa: F841 - they live until the process ends
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            status = end.code
+        elif end.code is not None:
+            print(end.code, file=sys.stderr)
+            status = 1
+    except KeyboardInterrupt:
+        raise  # the interpreter then ends by SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status & 0xFF)
