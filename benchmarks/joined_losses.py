@@ -29,8 +29,8 @@ import torch
 from harness import Row, Runs, finish, kept, parser, tell, write
 from torch.nn import functional as F
 
+from holmes_ext.join.codecs import codec_of, residual_dtype
 from holmes_ext.join.orthogonal import Matrices
-from holmes_ext.join.rounds.codecs import codec_of, residual_dtype
 from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.shards.ownership import fragment_cuts
 from holmes_ext.join.shards.weights import Part, Tensor, Weights

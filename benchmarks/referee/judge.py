@@ -18,10 +18,10 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.traits import ENGINES
+from holmes_ext.plan.arrange.orders import launched
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.placement.orders import launched
 from holmes_ext.plan.rules import REDUCTIONS, rules_of
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes, divisors

@@ -13,7 +13,7 @@ from typing import Any
 
 from holmes_ext.adapt.reductions import SumChange
 from holmes_ext.adapt.window import MARGIN, waited_s
-from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
+from holmes_ext.plan.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s

@@ -15,7 +15,7 @@ from math import inf
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.buckets import FEWEST, SMALLEST_BYTES
+from holmes_ext.plan.buckets import FEWEST, SMALLEST_BYTES
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network

@@ -9,8 +9,8 @@ from dataclasses import replace
 from holmes_ext import extensions
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.across import neighbours
-from holmes_ext.plan.cost.buckets import bucket_bytes
+from holmes_ext.plan.across import neighbours
+from holmes_ext.plan.buckets import bucket_bytes
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import both_ways, schedule
 from holmes_ext.plan.cost.price import Prices

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm
+from holmes_ext.plan.across import CrossClusterAlgorithm
 
 VERBS, SOCKETS = NETWORK_APIS = ("verbs", "sockets")
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.

@@ -16,7 +16,7 @@ from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
-from holmes_ext.runtime.groups.backend import network_api_of
+from holmes_ext.runtime.backend import network_api_of
 from holmes_ext.runtime.groups.transport import Transport, transport_on
 from holmes_ext.runtime.start.launcher import Process
 

@@ -5,7 +5,7 @@ How it works:
 
     data       All process groups use gloo, so the models train on real data, without GPUs.
     backend    Holmes reads the name of a group's backend as "fake", and then launches the same operations as
-               for NCCL (runtime/groups/backend.py).
+               for NCCL (runtime/backend.py).
 
 Hierarchical all-reduces ("two levels") normally need a minimum size. The minimum is zero here, so that small
 models use them, too.
@@ -32,8 +32,7 @@ from holmes_ext.patches import Registry, all_patches
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime import session
-from holmes_ext.runtime.groups import backend
+from holmes_ext.runtime import backend, session
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.start.launcher import Process
 

@@ -22,7 +22,7 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, inside, with_session
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import hooks
-from holmes_ext.runtime.groups.backend import backend_of, network_api_of
+from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.measure.stage import Stage
 

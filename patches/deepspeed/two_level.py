@@ -35,7 +35,7 @@ from holmes_ext.patches.engine.wrap import Running, by_name, with_session
 from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
+from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes

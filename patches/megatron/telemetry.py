@@ -31,7 +31,7 @@ from holmes_ext.patches.megatron.features import (
 )
 from holmes_ext.patches.megatron.profile import gradient_bytes
 from holmes_ext.runtime import hooks
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
+from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.measure.stage import Stage
 

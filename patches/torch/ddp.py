@@ -32,7 +32,7 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.buckets import BucketReducer
 from holmes_ext.patches.torch.features import DDP_HOOK
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
 
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"

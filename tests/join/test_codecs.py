@@ -4,7 +4,7 @@ import pytest
 import torch
 from joined_jobs import coordinator, in_threads, joined_of
 
-from holmes_ext.join.rounds.codecs import TwoBits
+from holmes_ext.join.codecs import TwoBits
 from holmes_ext.join.settings import parse_outer
 
 CHUNK = TwoBits.chunk

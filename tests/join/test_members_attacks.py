@@ -14,12 +14,12 @@ from waiting import soon
 import holmes_ext
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import incarnation_of
+from holmes_ext.join.codecs import codec_of
 from holmes_ext.join.coordinator import server as server_module
 from holmes_ext.join.coordinator.client import CoordinatorClient, ask_status
 from holmes_ext.join.peers import routes as routes_module
 from holmes_ext.join.peers.routes import RankIdentity, Routes
 from holmes_ext.join.peers.transfer import Speed
-from holmes_ext.join.rounds.codecs import codec_of
 from holmes_ext.join.settings import parse_outer
 from holmes_ext.join.sockets.channel import BrokenFrame
 from holmes_ext.join.sockets.documents import MOST_VALUES

@@ -250,7 +250,7 @@ def test_a_bucket_is_the_networks_the_users_or_an_eighth_of_little():
 
 
 def test_what_compression_leaves_is_what_the_codecs_say():
-    compress = pytest.importorskip("holmes_ext.runtime.reduce.compress")
+    compress = pytest.importorskip("holmes_ext.runtime.compress")
     for kind, share in SHARES.items():
         codec = compress.codec(kind)
         assert share == (codec.share if codec is not None else 1.0)

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from holmes_ext.join.codecs import codec_of
 from holmes_ext.join.peers.exchange import Attempt
 from holmes_ext.join.peers.links import PeerLinks, PeersFailed
 from holmes_ext.join.peers.take import Donor, take
 from holmes_ext.join.rounds.aggregate import coefficients, combine, products
-from holmes_ext.join.rounds.codecs import codec_of
 from holmes_ext.join.rounds.coordinator_link import (
     Claims,
     CoordinatorLink,

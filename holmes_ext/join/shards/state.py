@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.join.codecs import residual_dtype
 from holmes_ext.join.orthogonal import Matrices
-from holmes_ext.join.rounds.codecs import residual_dtype
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.ownership import Range, RankRange, fragment_cuts, owned_ranges
 from holmes_ext.join.shards.weights import Weights, checksum

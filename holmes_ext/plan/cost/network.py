@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Hop, Wan
-from holmes_ext.plan.cost.across import Pair, hop_loads, neighbours
+from holmes_ext.plan.across import Pair, hop_loads, neighbours
 from holmes_ext.plan.cost.links import Curve, Link, Links
 from holmes_ext.plan.placement.families import GroupFamily, StageEdge
 from holmes_ext.plan.placement.placement import Content, Placement

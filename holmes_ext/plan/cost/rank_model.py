@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from holmes_ext.plan.cost.buckets import buffer_bytes
+from holmes_ext.plan.buckets import buffer_bytes
 from holmes_ext.plan.cost.memory import state_bytes, working_bytes
 from holmes_ext.plan.cost.model import Gpu, Layer, Model
 from holmes_ext.plan.cost.workload import Workload

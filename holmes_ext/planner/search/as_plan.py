@@ -1,6 +1,6 @@
 """A candidate of a search as a Plan, and a layout that the user has as a candidate.
 
-That layout's nodes stand as the job would order them (plan/placement/place.py), its layers as the framework
+That layout's nodes stand as the job would order them (plan/arrange/place.py), its layers as the framework
 splits them, unless the user says otherwise: what `--holmes` alone gives.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan.arrange.place import place
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.decide import derive_traffic
-from holmes_ext.plan.placement.place import place
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.rules import FLAT, TWO_LEVEL
 from holmes_ext.plan.shape import Shape

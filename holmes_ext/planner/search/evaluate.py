@@ -8,10 +8,10 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import floor, inf
 
+from holmes_ext.plan.arrange.orders import Orders
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.partition import Split, full_to_empty, improved
-from holmes_ext.plan.placement.orders import Orders
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.chain import ChainBound

@@ -8,11 +8,11 @@ from dataclasses import replace
 from math import inf
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.arrange.orders import launched
 from holmes_ext.plan.cost.memory import in_flight
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.partition import Split
-from holmes_ext.plan.placement.orders import launched
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.bound.stages import Stages

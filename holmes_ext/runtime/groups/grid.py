@@ -13,8 +13,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.decide import straddling
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
+from holmes_ext.runtime.refusal import told_once
 from holmes_ext.runtime.session import Session
-from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.words import tell_user
 
 _told: set[str] = set()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, network_api_of, one_hardware_queue
+from holmes_ext.runtime.backend import backend_of, network_api_of, one_hardware_queue
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.reduce.reduction import Reduction
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce

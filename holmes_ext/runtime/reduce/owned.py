@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.backend import backend_of
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 from holmes_ext.runtime.reduce.steps import Steps

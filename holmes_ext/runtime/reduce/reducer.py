@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
+from holmes_ext.plan.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure import telemetry

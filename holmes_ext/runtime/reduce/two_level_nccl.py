@@ -33,8 +33,8 @@ import torch.distributed as dist
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.reductions.two_levels import chunk_bytes as planned_chunk_bytes
 from holmes_ext.plan.cost.reductions.two_levels import chunks_of
+from holmes_ext.runtime.compress import Residuals, codec, residual_of
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.reduce.compress import Residuals, codec, residual_of
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 from holmes_ext.units import format_bytes
 

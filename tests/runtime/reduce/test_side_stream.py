@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
+from holmes_ext.plan.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime.reduce import reducer
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Item
 from holmes_ext.runtime.reduce.reduction import CallersReduction

@@ -16,7 +16,7 @@ from functools import cached_property
 from math import ceil
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm, Pair, ways_across
+from holmes_ext.plan.across import CrossClusterAlgorithm, Pair, ways_across
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
 from holmes_ext.plan.cost.reductions.reduction import Flow, PricedReduction, Tag
 from holmes_ext.plan.placement.families import GroupFamily, GroupPart
@@ -29,7 +29,7 @@ NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
 HIDDEN_LATENCY_S = 5e-4
 #: What another route across must take at most of the direct one's time.
 WORTH = 0.95
-#: Bytes on the wire for each byte of gradients that crosses (runtime/reduce/compress.py).
+#: Bytes on the wire for each byte of gradients that crosses (runtime/compress.py).
 SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
 #: Streams of two ranks at most; the part of a link that they are to fill, as measuring one is not exact.
 MOST_STREAMS, STREAM_SHARE = 8, 0.8

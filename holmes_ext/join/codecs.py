@@ -1,6 +1,6 @@
 """What travels between jobs: pseudo-gradients in fewer bytes.
 
-    bf16, int8   as between the levels of a reduction (runtime/reduce/compress.py)
+    bf16, int8   as between the levels of a reduction (runtime/compress.py)
     2bit         of every element its sign, and which of two magnitudes it has: the two with the least squared
                  error in its chunk of 512 (Lloyd and Max), each the mean of the elements that are nearer to
                  it. What the rounding left out is added to the next pseudo-gradient of the same elements
@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional as F
 
 from holmes_ext.join.settings import OuterSettings
-from holmes_ext.runtime.reduce.compress import Codec as OuterCodec
-from holmes_ext.runtime.reduce.compress import codec
+from holmes_ext.runtime.compress import Codec as OuterCodec
+from holmes_ext.runtime.compress import codec
 
 #: Codes of two bits in one byte.
 _CODES_PER_BYTE = 4

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, network_api_of
+from holmes_ext.runtime.backend import backend_named, backend_of, backends, network_api_of
 from holmes_ext.runtime.reduce.planned import PlannedReduction
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.start.launcher import Process

@@ -9,15 +9,15 @@ from clusters import example
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.arrange import place as placing
+from holmes_ext.plan.arrange.pack import pack
+from holmes_ext.plan.arrange.place import distinct_orders, fastest_first, order_count
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import straddles_of
-from holmes_ext.plan.placement import place as placing
-from holmes_ext.plan.placement.pack import pack
-from holmes_ext.plan.placement.place import distinct_orders, fastest_first, order_count
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.sizes import Sizes, groups
