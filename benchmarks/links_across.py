@@ -26,9 +26,9 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS
+from holmes_ext.plan.workload import Workload
 from holmes_ext.samples import examples
 
 BYTES = 10 * 2**20

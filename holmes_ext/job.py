@@ -24,11 +24,13 @@ from holmes_ext.patches.megatron.command_line.describe import (
 )
 from holmes_ext.patches.torch import fsdp
 from holmes_ext.patches.traits import engine_of
+from holmes_ext.plan import maker
 from holmes_ext.plan.experts import load_order
+from holmes_ext.plan.request import PlanRequest
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher
-from holmes_ext.runtime.start.rank import Request, start
+from holmes_ext.runtime.start.rank import start
 from holmes_ext.runtime.watch import failure, metrics, start_stop
 
 #: Environment variables before activation, to be put back by disable().
@@ -136,12 +138,12 @@ def initialize_model_parallel() -> Callable[..., Any]:
     return drop_in.drop_in(enable)
 
 
-def asked_for(options: Options, argv: list[str]) -> Request:
+def asked_for(options: Options, argv: list[str]) -> PlanRequest:
     """What arguments and options ask for; HolmesError where they say too little, or without the GIL."""
     if lack := without_gil():
         raise HolmesError(f"{lack} (free-threaded), with which nobody tried holmes: {WITH_GIL}")
     engine = engine_of(describe(argv).framework, argv)
-    request = Request(options, overlap=overlaps(options.overlap, argv), engine=engine)
+    request = PlanRequest(options, overlap=overlaps(options.overlap, argv), engine=engine)
     said = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None
     request.sizes = said or sizes_from_arguments(argv)
     if not options.model:
@@ -163,7 +165,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
         agreed["content of the --deepspeed_config file"] = config.digest
     extension_lines: list[str] = []
     told: metrics.Metrics | None = None
-    request = Request(options)
+    request = PlanRequest(options)
     try:
         try:
             request = asked_for(options, argv)
@@ -177,7 +179,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
         except HolmesError as error:
             trouble = trouble or error
         request.counted = counted
-        current, lines = start(request, process, agreed, trouble)
+        current, lines = start(request, maker, process, agreed, trouble)
         lines += extension_lines
         if config is not None:
             lines += ds_config.checked(config, current)

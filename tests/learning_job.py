@@ -13,6 +13,7 @@ from stores import Client
 
 from holmes_ext.adapt.learning import Learning
 from holmes_ext.options import Options, options_from
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.measure.stage import Stage
@@ -45,7 +46,7 @@ class SimulatedJob:
         plan, world = build_plan(where, sizes, options=options_with(**options)), where.world_size
         for rank in range(world):
             process = Process(rank, world, 0, 1, "host", 1, "test")
-            current = Session(options_with(**options), process, where, plan, rank, store=Client(store))
+            current = Session(options_with(**options), process, where, plan, rank, store=Client(store), maker=maker)
             recorder = SimpleNamespace(rank=rank, kind=lambda op: "pipeline", step=0, spans_on_device=False)
             self.ranks.append(Learning(
                 current, plan.sizes, "sockets", stage_of(rank), recorder, lambda store=store: Client(store),

@@ -18,7 +18,6 @@ from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.price import Prices, price
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
-from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.decisions import asked_in_flight
 from holmes_ext.plan.engine import EngineTraits
@@ -27,6 +26,7 @@ from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.workload import StageLoad, Workload
 
 
 def build_plan(

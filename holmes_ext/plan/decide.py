@@ -2,8 +2,8 @@
 
     derive_traffic(plan, site)   the plan with the ports that there are: by `holmes
                                  plan`, at a job's start, when a port fails
-    resized(plan, sizes)         for other sizes, which a framework tells when it starts
-    reduction_of(...)            for groups that are not planned: the same rules, with the plan's own rates
+    complete_plan(plan, sizes)         for other sizes, which a framework tells when it starts
+    spec_of_group(...)            for groups that are not planned: the same rules, with the plan's own rates
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decisions import Decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.placement.placement import Placement
@@ -30,6 +29,7 @@ from holmes_ext.plan.plan import NOMINAL, Plan, Straddle
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
 from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, ReductionSpec
+from holmes_ext.plan.workload import Workload
 
 
 def derive_traffic(
@@ -91,7 +91,7 @@ def with_traffic(plan: Plan, options: Options, engine: EngineTraits = EngineTrai
     return replace(plan, traffic=(replace(verbs, network_apis=NETWORK_APIS),) if alike else (verbs, sockets))
 
 
-def resized(
+def complete_plan(
     plan: Plan, sizes: Sizes, options: Options, model: Model | None = None,
     engine: EngineTraits = EngineTraits()
 ) -> Plan:
@@ -143,7 +143,7 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
     return Site(tuple(map(node, plan.nodes)), plan.fabrics, wan=plan.wan)
 
 
-def reduction_of(
+def spec_of_group(
     plan: Plan, ranks: Sequence[int], network_api: str, options: Options, total_bytes: float = inf,
     engine: EngineTraits = EngineTraits(),
 ) -> ReductionSpec:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holmes_ext import extensions
-from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.options import Options
-from holmes_ext.plan.across import neighbours
 from holmes_ext.plan.buckets import bucket_bytes
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import both_ways, schedule
@@ -19,14 +18,14 @@ from holmes_ext.plan.cost.reductions.tied import twins
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
 from holmes_ext.plan.cost.stage_sums import Sums
 from holmes_ext.plan.cost.stages import estimate
-from holmes_ext.plan.cost.workload import StageLoad, passes_s
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.passes import PassOrder
 from holmes_ext.plan.placement.families import family_of
-from holmes_ext.plan.plan import NOMINAL, Plan
+from holmes_ext.plan.plan import NOMINAL, Plan, name_of, pairs_with_group
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes, groups
-from holmes_ext.plan.traffic import LOCAL, SOCKETS, Edge, ReductionSpec, Traffic, same
+from holmes_ext.plan.traffic import SOCKETS, Edge, ReductionSpec, Traffic, same
+from holmes_ext.plan.workload import StageLoad, passes_s
 
 #: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's
 #: bucket_cap_mb.
@@ -225,23 +224,6 @@ def more_bytes(plan: Plan) -> tuple[float, ...]:
     return tuple(count * load.kept_bytes for count, load in zip(more, plan.loads))
 
 
-def name_of(fabric: Fabric | None) -> str:
-    return LOCAL if fabric is None else fabric.name
 
 
-# --------------------------------------------------------------------------- pairs of stages
 
-
-def pair_needs_group(plan: Plan, pair: Sequence[int], over: Sequence[int], network_api: str) -> bool:
-    """Whether two ranks that would send over `over` get a group: what they share is faster."""
-    return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
-
-
-def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
-    """The neighbours that get a group each where a framework sends batches over their pipeline group.
-
-    All or none: NCCL makes a group's communicator among all its ranks at the first batch over it (where no
-    device is bound), and a rank whose pairs all have their own would never come to it.
-    """
-    pairs = sorted({(min(pair), max(pair)) for pair in neighbours(ranks)})  # with chunks last and first, too
-    return pairs if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs) else []

@@ -8,7 +8,7 @@ plan/decide.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,10 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import Table, digest_of, load_json, parse_json, save, with_digest
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.workload import StageLoad, Workload
+from holmes_ext.plan.across import neighbours
 from holmes_ext.plan.sizes import KINDS, Sizes, groups
-from holmes_ext.plan.traffic import NETWORK_APIS, VERBS, PlannedFabric, Traffic
+from holmes_ext.plan.traffic import LOCAL, NETWORK_APIS, VERBS, PlannedFabric, Traffic
+from holmes_ext.plan.workload import StageLoad, Workload
 
 VERSION = 4
 #: `basis` of a plan whose model nobody told.
@@ -219,3 +220,22 @@ def check_plan(plan: Plan, site: Site) -> Plan:
         made_for = f"made for other clusters or rates than {site.source}; make it again with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'site_digest': {made_for}")
     return plan
+
+
+def name_of(fabric: Fabric | None) -> str:
+    return LOCAL if fabric is None else fabric.name
+
+
+def pair_needs_group(plan: Plan, pair: Sequence[int], over: Sequence[int], network_api: str) -> bool:
+    """Whether two ranks that would send over `over` get a group: what they share is faster."""
+    return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
+
+
+def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
+    """The neighbours that get a group each where a framework sends batches over their pipeline group.
+
+    All or none: NCCL makes a group's communicator among all its ranks at the first batch over it (where no
+    device is bound), and a rank whose pairs all have their own would never come to it.
+    """
+    pairs = sorted({(min(pair), max(pair)) for pair in neighbours(ranks)})  # with chunks last and first, too
+    return pairs if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs) else []

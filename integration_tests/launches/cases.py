@@ -30,6 +30,7 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry, all_patches
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import backend, session
@@ -91,7 +92,7 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = build_plan(one.site, one.sizes, options=one.options)
     process = Process(rank, world, 0, 1, "", 0, "test")
-    current = session.Session(one.options, process, one.site, plan, rank)
+    current = session.Session(one.options, process, one.site, plan, rank, maker=maker)
     named, reduction, new_group = backend.backend_named, session.Session.reduction, dist.new_group
 
     def group(*args: Any, **more: Any) -> Any:

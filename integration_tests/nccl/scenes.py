@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holmes_ext
 from holmes_ext.patches.megatron import p2p
-from holmes_ext.plan.cost.pipeline import passes
+from holmes_ext.plan.passes import passes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.mailbox import of_pairs
 from holmes_ext.runtime.groups.members import members_group

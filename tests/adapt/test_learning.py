@@ -11,9 +11,9 @@ from holmes_ext.adapt import restart
 from holmes_ext.adapt.window import Window
 from holmes_ext.options import options_from
 from holmes_ext.plan.profile import load_profile
+from holmes_ext.plan.request import PlanRequest
 from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.start.left_layers import left_layers
-from holmes_ext.runtime.start.rank import Request
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_job_starts_again_with_better_layers_after_its_next_checkpoint(job, mo
         assert ended.value.code == restart.STATUS
     store = one.ranks[0].current.store
     layers, sizes = left_layers(store)
-    request = Request(options_from(restart="auto"))
+    request = PlanRequest(options_from(restart="auto"))
     options, (line,) = request.start_again(layers, sizes)
     assert options.stage_layers == (5, 1) and request.sizes.pipeline == 2 and "5,1" in line
 

@@ -23,10 +23,10 @@ from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.plan import load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, VERBS
+from holmes_ext.plan.workload import Workload
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search

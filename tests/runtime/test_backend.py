@@ -5,6 +5,7 @@ from clusters import example
 from ranks import run_ranks
 
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_named, backend_of, backends, network_api_of
@@ -61,7 +62,7 @@ def unnamed(rank):
     dist.init_process_group(store=dist.PrefixStore("unnamed", store), rank=rank, world_size=4)
     site = example()
     session.set_active(session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site,
-                                       build_plan(site), rank))
+                                       build_plan(site), rank, maker=maker))
     made = PlannedReduction(dist.group.WORLD, 2**20, "cpu").reduction
     session.set_active(None)
     return str(dist.get_backend()), backend_of(), backend_of(dist.new_group([0, 1, 2, 3])), type(

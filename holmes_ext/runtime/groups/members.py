@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from holmes_ext.plan.decisions import pairs_with_group
+from holmes_ext.plan.plan import pairs_with_group
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import (

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holmes_ext.plan.cost.reductions.tied import tied_sums
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.sizes import Sizes, tied_sums
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.reduce.hierarchical import hierarchical_over

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.across import CrossClusterAlgorithm
-from holmes_ext.plan.cost.reductions.two_levels import CHUNK_SHARE_BYTES, chunks_of
+from holmes_ext.plan.buckets import CHUNK_SHARE_BYTES, chunks_of
 from holmes_ext.runtime.compress import Residuals, codec
 from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket

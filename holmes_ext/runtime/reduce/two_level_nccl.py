@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.reductions.two_levels import chunk_bytes as planned_chunk_bytes
-from holmes_ext.plan.cost.reductions.two_levels import chunks_of
+from holmes_ext.plan.buckets import chunk_bytes as planned_chunk_bytes
+from holmes_ext.plan.buckets import chunks_of
 from holmes_ext.runtime.compress import Residuals, codec, residual_of
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket

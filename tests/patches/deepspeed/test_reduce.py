@@ -5,6 +5,7 @@ from clusters import example
 
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import ReductionSpec
@@ -38,7 +39,7 @@ def overlapped(monkeypatch):
         options = Options(overlap=option)
         plan = build_plan(SITE, sizes, options=options)
         monkeypatch.setattr(
-            session, "_active", session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
+            session, "_active", session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker)
         )
         return deepspeed_reduce.overlap_of(engine) is not None
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holmes_ext.options import Options
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import ddp as ddp_patches
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
@@ -98,7 +99,7 @@ def start(rank, *clusters, **options):
     current = session.Session(
         Options(**options), Process(rank, 4, 0, 1, "", 0, "test"), here,
         build_plan(here, options=Options(**options)),
-        rank)
+        rank, maker=maker)
     session.set_active(current)
     registry().enable(["ddp"], required=True)
 

@@ -6,6 +6,7 @@ from clusters import example
 from ranks import run_ranks
 
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import hooks, session
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Item
@@ -68,7 +69,7 @@ def hooked(rank):
     hooks._functions["on_reduction"].append(lambda *arguments: calls.append(arguments))
     without = PlannedReduction(dist.group.WORLD, 100, "cpu")
     assert not without.follow_plan() and without.spec is None
-    current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site, build_plan(site), rank)
+    current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site, build_plan(site), rank, maker=maker)
     session.set_active(current)
     planned = PlannedReduction(dist.group.WORLD, 2**20, "cpu")
     assert not planned.follow_plan()

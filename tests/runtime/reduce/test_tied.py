@@ -8,6 +8,7 @@ from clusters import example
 from ranks import run_ranks
 
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -31,7 +32,7 @@ def summed(rank):
     without = tied_sum_of(group, sizes, DEVICE)
     site = example()
     plan = build_plan(site, sizes)
-    session.set_active(Session(Options(), Process(rank, 4, 0, 1, "", 0, ""), site, plan, rank))
+    session.set_active(Session(Options(), Process(rank, 4, 0, 1, "", 0, ""), site, plan, rank, maker=maker))
     made.clear()
     tied_sum = tied_sum_of(group, sizes, DEVICE)
     local = own(rank).to(DEVICE)
