@@ -231,6 +231,16 @@ def patch_modules(options: Options | None = None) -> list[str]:
     ]
 
 
+def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
+    """Import the hooks of the extensions that have something to do in a job: name of the hook -> functions."""
+    functions: dict[str, list[Callable[..., Any]]] = {}
+    for extension in found().extensions:
+        if extension.is_active(current.options) and extension.applies_to(current):
+            for name, reference in extension.hooks.items():
+                functions.setdefault(name, []).append(load(reference))
+    return functions
+
+
 def on_options(options: Options) -> list[str]:
     """Let the active extensions check the options; return their lines for the user.
 

@@ -6,33 +6,28 @@ extensions have nothing to do, so the job does not import them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-from holmes_ext import extensions
 
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.measure.stage import Stage
     from holmes_ext.runtime.session import Session
 
-_functions: dict[str, list[Callable[..., Any]]] = {name: [] for name in extensions.HOOKS}
+_functions: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
 
 
-def activate(current: Session) -> None:
-    """Import the hooks of the extensions that have something to do in this job."""
-    for extension in extensions.found().extensions:
-        if extension.is_active(current.options) and extension.applies_to(current):
-            for name, reference in extension.hooks.items():
-                _functions[name].append(extensions.load(reference))
+def activate(functions: Mapping[str, list[Callable[..., Any]]]) -> None:
+    """Call these functions from now on: by the name of their hook in holmes_ext.extensions.HOOKS."""
+    _functions.update(functions)
 
 
 def deactivate(reason: str) -> None:
     """Call on_stop of the extensions with the reason, and forget all hooks."""
-    for function in _functions["on_stop"]:
+    for function in list(_functions["on_stop"]):
         function(reason)
-    for functions in _functions.values():
-        functions.clear()
+    _functions.clear()
 
 
 def follow_steps() -> bool:

@@ -91,7 +91,7 @@ MUTANTS = [
            "if guest not in self._strangers or full:", NEVER, LISTENER),
     Mutant("accept's first error ends the loop", "sockets/listener.py",
            "if self._closed or self._socket.fileno() < 0:", "if True:", LISTENER),
-    Mutant("a part may last longer than the whole", "sockets/deadline.py",
+    Mutant("a part may last longer than the whole", "deadline.py",
            "Deadline(min(seconds, self.left), what)", "Deadline(seconds, what)", LISTENER),
     Mutant("any job speaks for any other", "outer/coordinator/server.py",
            "if not hmac.compare_digest(incarnation_of(secret), incarnation):", NEVER, SERVER),

@@ -46,8 +46,8 @@ from holmes_ext.join.sockets.handshake import (
     connect,
     printable,
 )
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets.addresses import listen, network_of
-from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.listener import Guest, Listener
 from holmes_ext.words import why
 

@@ -30,7 +30,7 @@ from holmes_ext.join.shards.ownership import RankRange, shard_pairs
 from holmes_ext.join.shards.state import Fragment, OuterState
 from holmes_ext.join.shards.weights import bytes_of
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 #: How often a fragment is asked for again, because it was stepped in between.
 _TRIES = 5
