@@ -18,7 +18,8 @@ from __future__ import annotations
 import hmac
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from holmes_ext.errors import HolmesError
@@ -51,6 +52,8 @@ from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.listener import Guest, Listener
 from holmes_ext.words import why
 
+#: Starts something beside the coordinator; the context manager ends it.
+Service = Callable[["CoordinatorServer"], AbstractContextManager[object]]
 #: Why a job is gone that said nothing.
 CLOSED = "its connection was closed"
 #: Lines of the log that `holmes join status` can show.
@@ -71,7 +74,19 @@ _CALL_BACK_S = 2.0
 
 
 class CoordinatorServer:
-    """Listens from construction on; serve() runs until close(). HolmesError: no such address."""
+    """The coordinator of one run on a port, which listens from construction on.
+
+    Args:
+        host: Address to listen on; "": all addresses of this host.
+        port: 0: any free one; the attribute `port` is the one that was chosen.
+        tell: Called with each line for the log.
+        services: What else runs beside the coordinator. Each is called with this server when serve() begins,
+            and the context manager that it returns is open until serve() ends. A service reads the run from
+            status(), in threads of its own; nothing waits for it.
+
+    Raises:
+        HolmesError: The address cannot be listened on.
+    """
 
     def __init__(
         self,
@@ -80,8 +95,10 @@ class CoordinatorServer:
         credentials: Credentials,
         tell: Callable[[str], None],
         relay: PeerRelay | None = None,
+        services: Sequence[Service] = (),
     ):
         self._credentials, self._tell = credentials, tell
+        self._services = services
         self.relay = relay or PeerRelay()
         self._changed = threading.Condition()
         self._coordinator = Coordinator(time.monotonic(), policies=(LockStepRounds, RollingRounds))
@@ -100,10 +117,15 @@ class CoordinatorServer:
         self.port = self._listener.port
 
     def serve(self) -> None:
-        threading.Thread(target=self._look, name="holmes-look", daemon=True).start()
-        self._listener.serve()
+        """Answer jobs, and run the services, until close() is called."""
+        with ExitStack() as running:
+            for service in self._services:
+                running.enter_context(service(self))
+            threading.Thread(target=self._look, name="holmes-look", daemon=True).start()
+            self._listener.serve()
 
     def close(self) -> None:
+        """Stop listening, and end serve()."""
         self._ended.set()
         self._listener.close()
         self.relay.close()
