@@ -1,4 +1,4 @@
-"""Jobs that a restarted coordinator waits for, because jobs of the run say that they are in it. Pure."""
+"""Jobs that a restarted coordinator waits for, because others name them. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AwaitedPeers:
         self._since: dict[str, float] = {}  # by name: when another job told of it
 
     def expect(self, names: Iterable[str], now: float) -> None:
-        """Wait for jobs that another job knows, unless this coordinator has been running for long."""
+        """Wait for jobs that another job knows, if the coordinator has just been started."""
         if now - self._state.started >= self._patience_s():
             return
         for name in names:
@@ -33,9 +33,12 @@ class AwaitedPeers:
         return any(now < since + patience_s for since in self._since.values())
 
     def hide_truth(self, now: float) -> bool:
-        """Return whether the versions that most jobs have cannot be known before one of the jobs comes."""
+        """Return whether it cannot be known yet which versions most jobs of the run have."""
         return not self._state.committed and self.may_arrive(now)
 
     def _patience_s(self) -> float:
-        """Return how long to wait, in seconds: a median, as one job may tell of jobs that do not exist."""
+        """Return how long the jobs are waited for, in seconds.
+
+        That is a median, as one job may tell of jobs that do not exist.
+        """
         return statistics.median_low(member.hello.timeout for member in self._state.present())

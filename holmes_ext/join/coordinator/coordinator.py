@@ -1,11 +1,11 @@
-"""The coordinator of jobs that train one model together answers their questions. Pure: no clock, no network.
+"""Coordinator of jobs that train one model together. Pure: no clock, no network.
 
     hello, enter     a job joins the run                 membership.py
-    ready or next    a job asks for its next round       lock_step.py or rolling.py (round_policy.py)
+    ready or next    a job asks for its next round       lock_step.py or rolling.py
     done, checked    a job reports of an exchange        settlement.py
 
-A method returns None while nothing is decided yet: the job asks again when something has happened or
-time has passed. Times are those of the caller's clock, in seconds.
+A method returns None while nothing is decided yet: the job asks again when something has happened
+or time has passed. Times are those of the caller's clock, in seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Coordinator:
     """One run of joined jobs, and everything that is decided about it.
 
     Args:
-        now: When the coordinator begins.
-        policies: Round policies that jobs can use. Which of them a run uses is a setting of its jobs
+        now: When the coordinator begins. policies: Round policies that jobs can use. Which of them
+        a run uses is a setting of its jobs
             (`rounds`), the same in all of them; the question that a job asks shows it.
     """
 

@@ -23,8 +23,8 @@ def mark_late(state: RunState, member: Member, number: int) -> None:
     if rest_rounds:
         member.rests_until = number + 1 + rest_rounds
         state.events.append(
-            f"job {member.name} was waited for {member.in_vain} times in vain: it sits out until round "
-            f"{member.rests_until}"
+            f"job {member.name} was waited for {member.in_vain} times in vain: it sits out until "
+            f"round {member.rests_until}"
         )
 
 

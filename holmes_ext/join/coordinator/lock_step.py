@@ -1,8 +1,10 @@
 """Rounds in lock step (rounds=sync) begin when all jobs are ready, or late ones are given up. Pure.
 
-ready    -> go: members and their shares, or behind (take these
-         fragments from that job), skip (it is over), void
-            then settlement.py
+    ready    -> go: members and their shares, or behind (take these
+             fragments from that job), skip (it is over), void
+                then settlement.py
+
+A round is one exchange of one fragment.
 """
 
 from __future__ import annotations
@@ -89,17 +91,18 @@ class LockStepRounds:
             round_state = self._rounds.open(report.round, report.fragment, now)
         if report.fragment != round_state.fragment:
             raise HolmesError(
-                f"round {report.round} exchanges fragment {round_state.fragment}, not {report.fragment}"
+                f"round {report.round} exchanges fragment {round_state.fragment}, "
+                f"not {report.fragment}"
             )
         round_state.ready_reports[member.name] = report
         member.lag_s = now - round_state.opened
         return round_state
 
     def _catch_up(self, member: Member, number: int, now: float) -> Reply | None:
-        """Return what a job takes that is behind at its round `number`; None until a round has ended.
+        """Return what a job takes that is behind at round `number`; None until a round has ended.
 
-        That is the round that goes on without the job, or the next one if that has not begun. Taken before,
-        that round's fragment would be old again by then, and the job behind for ever.
+        That is the round that goes on without the job, or the next one if that has not begun. Taken
+        before, that round's fragment would be old again by then, and the job behind for ever.
         """
         if member.awaits is None:
             member.awaits = self._state.number
@@ -115,7 +118,7 @@ class LockStepRounds:
         return {**(correction or {"verdict": "skip"}), "round": ended}
 
     def _has_ended(self, number: int, member: Member, now: float) -> bool:
-        """Return whether round `number`, which the member awaits, is over or nobody can begin or end it."""
+        """Return whether the awaited round `number` is over, or nobody can begin or end it."""
         round_state = self._state.rounds.get(number)
         if round_state is not None:
             names = [name for name in round_state.ready_reports if name in self._state.members]
@@ -133,7 +136,7 @@ class LockStepRounds:
         return now > member.awaits_from + 2 * member.hello.timeout
 
     def _begin_if_complete(self, round_state: RoundState, now: float) -> None:
-        """Begin the exchange, or void the round, if all jobs are ready or the late ones are given up."""
+        """Begin the round if all expected jobs are ready or the late ones are given up."""
         state = self._state
         expected = [
             member
@@ -153,7 +156,7 @@ class LockStepRounds:
         self._begin(round_state, now)
 
     def _begin(self, round_state: RoundState, now: float) -> None:
-        """Begin the exchange between all jobs that are ready and have the true version of the fragment."""
+        """Begin the exchange between all ready jobs that have the fragment's true version."""
         state = self._state
         ready = [state.members[name] for name in round_state.ready_reports]
         ready = sorted((m for m in ready if m.state == "in"), key=lambda member: member.order)
@@ -171,7 +174,7 @@ class LockStepRounds:
                 state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
 
     def _deadline(self, round_state: RoundState) -> float:
-        """Return when the round waits no longer for late jobs: a patience after half of them were ready."""
+        """Return when late jobs are given up: a patience after half of the jobs were ready."""
         patience = patience_s([self._state.members[name] for name in round_state.ready_reports])
         if round_state.half_ready is None:
             return round_state.opened + 2 * patience
@@ -180,7 +183,8 @@ class LockStepRounds:
     def _salted_claim(self, round_state: RoundState, member: Member) -> Claim:
         """Return what the member claims of the round's fragment, with the salted checksum.
 
-        A checksum with the salt of another round, which others could have told the job, is left out.
+        A checksum with the salt of another round, which others could have told the job, is left
+        out.
         """
         report = round_state.ready_reports[member.name]
         claim = member.claims[round_state.fragment]
@@ -190,9 +194,10 @@ class LockStepRounds:
     def _true_claim(
         self, round_state: RoundState, ready: list[Member], salted_claims: dict[str, Claim]
     ) -> Claim | None:
-        """Return the version of the round's fragment that most have, and its salted checksum if known.
+        """Return the true version of the round's fragment, with its salted checksum if known.
 
-        Current jobs decide, or all if none is current. Claims without salted checksum count as well.
+        Current jobs decide, or all if none is current. Claims without salted checksum count as
+        well.
         """
         trusted = [member for member in ready if member.current] or ready
         truth = self._versions.truth(round_state.fragment, trusted)

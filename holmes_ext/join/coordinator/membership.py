@@ -1,7 +1,9 @@
 """Which jobs are in the run. Pure: no clock, no network.
 
-hello   -> accepted, or an error          (models, shards and settings must agree; a name is taken once)
-enter   -> in, or behind, when `min` jobs are there
+    hello   -> accepted, or an error: models, shards and settings must agree; a name is taken once
+    enter   -> in, or behind (take these fragments first), when `min` jobs are there
+
+A job is gone when its connection is closed, or when it has been silent for its timeout.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from holmes_ext.join.coordinator.rounds import Rounds
 from holmes_ext.join.coordinator.state import HEARTBEAT_S, MOST_JOBS, Member, RunState, patience_s
 from holmes_ext.join.coordinator.versions import Versions
 
-#: Rounds that a job may be ahead of most: more than a run makes. Without it one that says reports.MOST would
-#: leave no numbers for the next rounds.
+#: Rounds that a job may be ahead of most: more than a run makes. Without it one that says
+#: reports.MOST would leave no numbers for the next rounds.
 _AHEAD = 2**32
 #: Other jobs that ask for the name of one job, and are remembered.
 _MOST_RIVALS = 8
@@ -39,8 +41,9 @@ class Membership:
         """Accept a job that is new, or whose connection or coordinator was lost.
 
         Returns:
-            The round and the job's state. None while another job of this name may only seem to be there (no
-            power, a cut link): a heartbeat shows within HEARTBEAT_S that it lives, look() that it is gone.
+            The round and the job's state. None while another job of this name may only seem to be
+            there (no power, a cut link): a heartbeat shows within HEARTBEAT_S that it lives, look()
+            that it is gone.
 
         Raises:
             HolmesError: The name is taken, the run is full, or the job differs from the others.
@@ -72,7 +75,8 @@ class Membership:
         """Let a job begin once enough jobs are there.
 
         Returns:
-            The round after which the job begins, and what it takes from another job before. None: it waits.
+            The round after which the job begins, and what it takes from another job before. None:
+            it waits.
 
         Raises:
             HolmesError: Fewer than the job's `min` jobs came within its timeout.
@@ -120,7 +124,7 @@ class Membership:
                 self.gone(member.name, member.incarnation, f"nothing heard for {silent_s:.0f} s")
 
     def maps_of(self, asking: str, name: str) -> Reply:
-        """Return what job `asking` needs to exchange with job `name`: its ranks' shares and addresses.
+        """Return what job `asking` needs to exchange with job `name`: its shares and addresses.
 
         Raises:
             NotInRun: Job `asking` is not in the run.
@@ -139,7 +143,7 @@ class Membership:
     def _new_member(
         self, name: str, incarnation: str, hello: Hello, predecessor: Member | None, now: float
     ) -> Member:
-        """Return a job that has just said hello, with what is remembered of its predecessor of that name."""
+        """Return a job that has just said hello, with what is remembered of its predecessor."""
         self._last_order += 1
         member = Member(
             name=name,
@@ -166,7 +170,11 @@ class Membership:
         return member
 
     def _may_be_restarted(self, name: str, now: float) -> bool:
-        """Return whether the other jobs are new, and began alone before the jobs of the run came back."""
+        """Return whether the run of the job `name` takes the place of this one.
+
+        That is so after a restart if the others are new, and began alone before the run's jobs
+        came.
+        """
         state = self._state
         others = [other for other in state.present() if other.name != name]
         if not others or state.has_joint_commit:
@@ -192,7 +200,7 @@ class Membership:
             )
 
     def _refuse_if_different(self, name: str, hello: Hello) -> None:
-        """Raise HolmesError if the run is full, or the job's model, shards or settings are not the run's."""
+        """Raise HolmesError if the run is full, or the job differs from the others."""
         others = [other for other in self._state.present() if other.name != name]
         if len(others) >= MOST_JOBS:
             raise HolmesError(f"job {name!r} cannot join: there are {len(others)} jobs already")
@@ -203,11 +211,12 @@ class Membership:
                 )
             if hello.totals != other.hello.totals or len(hello.claims) != len(other.claims):
                 raise HolmesError(
-                    f"job {name!r} cannot join: it has other numbers of elements than job {other.name!r}"
+                    f"job {name!r} cannot join: it has other numbers of elements than job "
+                    f"{other.name!r}"
                 )
 
     def _forget_gone(self) -> None:
-        """Forget the earliest of the jobs that are gone, except those that an open round still needs."""
+        """Forget the earliest of the jobs that are gone, except those of an open round."""
         members = self._state.members
         open_rounds = [each for each in self._state.rounds.values() if not each.outcome]
         needed = {name for round_state in open_rounds for name in round_state.ready_reports}
@@ -245,7 +254,7 @@ def _too_few_jobs(member: Member, names: list[str]) -> str:
     """Return the error of a job that has waited for others in vain; names: the jobs that came."""
     verb = "is" if len(names) == 1 else "are"
     return (
-        f"job {member.name!r} has waited {member.hello.timeout:.0f} s for min={member.hello.min} jobs, "
-        f"but there {verb} only {', '.join(names)}; start the others, or give"
+        f"job {member.name!r} has waited {member.hello.timeout:.0f} s for min={member.hello.min} "
+        f"jobs, but there {verb} only {', '.join(names)}; start the others, or give"
         f" --holmes-outer min={len(names)}"
     )

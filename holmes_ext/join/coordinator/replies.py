@@ -10,7 +10,7 @@ Reply = dict[str, Any]
 
 
 def skip_reply(number: int) -> Reply:
-    """Return the reply to a job that is not in a round; number: the round after which it goes on."""
+    """Return the reply to a job that is not in a round, and goes on after round `number`."""
     return {"verdict": "skip", "round": number}
 
 

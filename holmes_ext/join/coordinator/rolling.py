@@ -1,13 +1,13 @@
-"""Rounds without a barrier (rounds=async): a job contributes when it is ready, and gets every round's sum.
-Pure.
+"""Rounds without a barrier (rounds=async): jobs contribute when they are ready. Pure.
 
     next     -> go: members and their shares (0: it only receives),
              or behind (take these fragments from that job), idle
                 then settlement.py
 
-After Decoupled DiLoCo (arXiv 2604.21428): a round of a fragment is opened once half of the jobs that are
-there offer a pseudo-gradient of it (the quorum), and a grace has passed in which others may; a job that was
-not ready contributes to a later one. There is one round at a time, of the fragment that was offered first.
+Every job gets every round's sum. After Decoupled DiLoCo (arXiv 2604.21428): a round of a fragment
+is opened once half of the jobs that are there offer a pseudo-gradient of it (the quorum), and a
+grace has passed in which others may; a job that was not ready contributes to a later one. There is
+one round at a time, of the fragment that was offered first.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RollingRounds:
         return self._reply_of_last_round(name)
 
     def _reply_of_last_round(self, name: str) -> Reply | None:
-        """Return that the last round goes on, or is void, if the job is a member and was not told so."""
+        """Return that the last round goes on or is void, if the job must know that."""
         round_state = self._state.rounds.get(self._state.number)
         if (
             round_state is None
@@ -96,7 +96,7 @@ class RollingRounds:
         return void_reply(round_state)
 
     def _open_round(self, now: float) -> None:
-        """Open a round of the fragment that was offered first, of those with a quorum whose grace is over."""
+        """Open a round of the fragment offered first whose quorum and grace are reached."""
         active = [member for member in self._state.members.values() if self._is_active(member, now)]
         able = sorted((m for m in active if m.current), key=lambda member: member.order)
         if not able:
@@ -126,7 +126,8 @@ class RollingRounds:
     def _grace_s(self, fragment: int, contributors: Sequence[Member]) -> float:
         """Return the seconds after the quorum in which other jobs may contribute.
 
-        That is the setting `grace`, or as long as the job that needs the sum first hardly waits for it.
+        That is the setting `grace`, or as long as the job that needs the sum first hardly waits for
+        it.
         """
         setting = outer_settings(contributors).get("grace", "auto")
         if isinstance(setting, (int, float)):

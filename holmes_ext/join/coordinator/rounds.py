@@ -32,7 +32,7 @@ class Rounds:
         return round_state
 
     def usual_norms(self, fragment: int) -> list[float]:
-        """Return the norms of pseudo-gradients in the fragment's last rounds; the caller appends to them."""
+        """Return the norms of the fragment's last pseudo-gradients; the caller adds new ones."""
         return self._usual_norms.setdefault(fragment, [])
 
     def begin_exchange(
@@ -43,10 +43,11 @@ class Rounds:
         least: int,
         now: float,
     ) -> bool:
-        """Begin the exchange between the members, or end the round as void if too few pseudo-gradients count.
+        """Begin the exchange, or end the round as void if too few pseudo-gradients count.
 
         Args:
-            weights: Weight in the sum of each member whose pseudo-gradient counts; the others only receive.
+            weights: Weight in the sum of each member whose pseudo-gradient counts; other members
+                only receive.
             least: Number of pseudo-gradients that must count.
 
         Returns:
@@ -67,7 +68,7 @@ class Rounds:
         return False
 
     def commit(self, round_state: RoundState) -> None:
-        """End the round with a step of its fragment: from now on its members have the new version."""
+        """End the round with a step: its members have the fragment's new version from now on."""
         state = self._state
         round_state.outcome = "commit"
         state.committed[round_state.fragment] = round_state.number
@@ -95,7 +96,7 @@ class Rounds:
         self._state.events.append(f"round {round_state.number}: void: {why}")
 
     def forget(self) -> None:
-        """Forget the commits that this coordinator saw, and end its open rounds: the run is another one."""
+        """Forget all commits and end the open rounds, because the run is another one."""
         self._state.committed.clear()
         for round_state in self._state.rounds.values():
             if not round_state.outcome:

@@ -3,9 +3,9 @@
     done     -> check: compare what was received, or go again without those who could not be reached
     checked  -> commit, check again without those who contradict the others, or void
 
-It is committed when every member has the same sums of all that counts; then, and only then, they step. A
-round that cannot be completed changes nothing: the pseudo-gradients stay, and count in the fragment's next
-round.
+It is committed when every member has the same sums of all that counts; then, and only then, they
+step. A round that cannot be completed changes nothing: the pseudo-gradients stay, and count in the
+fragment's next round.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Settlement:
         }
 
     def _reply_if_outdated(self, round_state: RoundState, name: str, attempt: int) -> Reply | None:
-        """Return the reply to a job for which the round is over or in another attempt; else None."""
+        """Return the reply to a job that the round has left behind; None: its report is current."""
         if round_state.outcome == "commit" and name in round_state.members:
             return commit_reply(round_state)
         if round_state.outcome or name not in round_state.members:
@@ -87,7 +87,7 @@ class Settlement:
     def _next_reply(
         self, round_state: RoundState, name: str, attempt: int, check: int
     ) -> Reply | None:
-        """Return the reply to a member once its report is taken; check: the one of which it has reported."""
+        """Return the reply to a member that has reported of this attempt and check, if decided."""
         if reply := self._reply_if_outdated(round_state, name, attempt):
             return reply
         if round_state.check > check:
@@ -95,7 +95,7 @@ class Settlement:
         return None
 
     def _conclude_exchange(self, round_state: RoundState, now: float) -> None:
-        """Begin the check, the next attempt, or void, once all members have reported or are given up."""
+        """Begin the check or the next attempt once all members have reported or are given up."""
         lost = self._lost_members(round_state, set(round_state.done_reports), now)
         if lost is None:
             return
@@ -116,7 +116,7 @@ class Settlement:
     def _leave_most_unreachable(
         self, round_state: RoundState, unreached: dict[str, tuple[str, ...]], now: float
     ) -> None:
-        """Go again without the member that most others could not reach; void if no single one is at fault.
+        """Go again without the member that most others could not reach; void if there is none.
 
         Args:
             unreached: By member, the jobs with which its exchange failed.
@@ -144,29 +144,29 @@ class Settlement:
             self._go_again(round_state, lost, now)
             return
         counting = [name for name in _counting(round_state) if name not in round_state.excluded]
-        digests = {
-            name: {
-                sender: digest for sender, digest in report.digests.items() if sender in counting
-            }
-            for name, report in round_state.checked_reports.items()
-            if name
-            not in round_state.excluded  # a job that is excluded already cannot begin another check
-        }
+        digests: dict[str, dict[str, str]] = {}
+        for name, report in round_state.checked_reports.items():
+            if name in round_state.excluded:  # it cannot begin another check
+                continue
+            received = report.digests.items()
+            digests[name] = {sender: digest for sender, digest in received if sender in counting}
         if excluded := voted_out(differing(digests)):
             round_state.excluded |= excluded
             self._begin_check(round_state, now)
             return
+        self._commit(round_state, counting)
+
+    def _commit(self, round_state: RoundState, counting: list[str]) -> None:
+        """Commit the round with the factors that the members report in the median."""
         reports = round_state.checked_reports.values()
         factors = middle(report.factors for report in reports)
-        round_state.factors = {
-            name: factors.get(name, 0.0) for name in round_state.members if name in counting
-        }
+        round_state.factors = {name: factors.get(name, 0.0) for name in counting}
         round_state.gap = middle({"gap": report.gap} for report in reports)["gap"]
         round_state.left_out |= round_state.excluded
         self._rounds.commit(round_state)
 
     def _begin_check(self, round_state: RoundState, now: float) -> None:
-        """Begin the next comparison of received data; void if too few pseudo-gradients still count."""
+        """Begin the next comparison of received data; void if too few pseudo-gradients count."""
         round_state.check += 1
         round_state.checked_reports = {}
         round_state.last_report = now

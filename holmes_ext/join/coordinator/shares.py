@@ -20,8 +20,9 @@ def counted(
 ) -> dict[str, float]:
     """Return the weight in the sum (tokens, or 1) of each job whose pseudo-gradient counts.
 
-    A pseudo-gradient counts if it is finite, and neither its norm nor its tokens are out of all proportion
-    (the setting `limit`). The jobs that do not count are written to round_state.left_out, with the reason.
+    A pseudo-gradient counts if it is finite, and neither its norm nor its tokens are out of all
+    proportion (the setting `limit`). The jobs that do not count are written to
+    round_state.left_out, with the reason.
 
     Args:
         ranks: Number of ranks of each job that could take part.
@@ -57,8 +58,8 @@ def _plausible_tokens(
 ) -> dict[str, float]:
     """Return the tokens of each job that counts.
 
-    Jobs of one model have about the same tokens per rank: a job that claims `limit` times the median is left
-    out, and none counts as more than `limit` times the median job.
+    Jobs of one model have about the same tokens per rank: a job that claims `limit` times the
+    median is left out, and none counts as more than `limit` times the median job.
     """
     if not limit or len(tokens) < 3:
         return tokens

@@ -1,4 +1,4 @@
-"""What the coordinator remembers of a run, of each job and of each round. Pure: no clock, no network."""
+"""State of a run, of its jobs and of its rounds. Pure: no clock, no network."""
 
 from __future__ import annotations
 
@@ -23,37 +23,33 @@ class NotInRun(Exception):
 
 @dataclass
 class Member:
-    """One job of a run."""
+    """One job of a run. Times are those of the coordinator's caller, in seconds."""
 
     name: str
     incarnation: str  # identifies this start of the job
     hello: Hello
     claims: list[Claim]  # by fragment: the version that the job reported last
     order: int  # jobs that came earlier have lower numbers
-    since: float  # when it said hello
-    heard: float  # when its last heartbeat came
+    since: float  # when the job said hello
+    heard: float  # when the last heartbeat came
     # "waiting" (for others, at its start), "in", "late" (not waited for until heard again), "gone"
     state: str = "waiting"
-    # It has been in every round since it last had what most have: its claims count.
+    # The job was in every round since it last had what most have: its claims decide.
     current: bool = False
-    # The first round in which it is waited for.
-    expected_from: int = 0
-    # The round whose end it waits for, to take what it is behind, and since when.
+    expected_from: int = 0  # the first round in which others wait for the job
+    # The round whose end the job waits for before it takes what it is behind, and since when.
     awaits: int | None = None
     awaits_from: float = 0.0
-    # It was told what to take from another job.
-    corrected: bool = False
-    # Jobs that gave it other weights than they said, by fragment what it took and from whom.
-    avoids: set[str] = field(default_factory=set)
-    took: dict[int, str] = field(default_factory=dict)
-    rounds: int = 0  # that were committed with it
-    missed: int = 0  # times that others waited for it in vain
-    # Rounds in a row in which the others waited for it in vain; the first one that it may be in again.
-    in_vain: int = 0
-    rests_until: int = 0
-    lag_s: float = 0.0  # seconds from the begin of its last round until it was ready
+    corrected: bool = False  # the job was told what to take from another one
+    avoids: set[str] = field(default_factory=set)  # jobs that gave it other weights than they claim
+    took: dict[int, str] = field(default_factory=dict)  # fragment -> job that gives it
+    rounds: int = 0  # committed rounds with this job
+    missed: int = 0  # rounds in which others waited for the job in vain
+    in_vain: int = 0  # the same, since its last committed round
+    rests_until: int = 0  # the first round in which the job may be again
+    lag_s: float = 0.0  # seconds from the opening of its last round until the job was ready
     telemetry: dict[str, float] = field(default_factory=dict)
-    # When another incarnation asked for its name first.
+    # Other incarnations that asked for the job's name -> when they did first.
     rivals: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -63,37 +59,31 @@ class Member:
 
 @dataclass
 class RoundState:
-    """One exchange of one fragment. Its times are those of the caller's clock, in seconds."""
+    """One exchange of one fragment. Times are those of the coordinator's caller, in seconds."""
 
     number: int
     fragment: int
     opened: float
-    ready_reports: dict[str, ReadyReport] = field(default_factory=dict)  # by job
-    half_ready: float | None = None  # when half of the jobs that are waited for were ready
-    attempt: int = 0  # times that the exchange was begun; 0: not yet
-    members: dict[str, float] = field(
-        default_factory=dict
-    )  # jobs that exchange -> share of the sum
-    behind: set[str] = field(
-        default_factory=set
-    )  # jobs whose fragment is another version than most have
-    left_out: dict[str, str] = field(
-        default_factory=dict
-    )  # job -> why its pseudo-gradient does not count
-    done_reports: dict[str, DoneReport] = field(default_factory=dict)  # by job, of this attempt
-    check: int = 0  # times that received data was compared in this attempt; 0: not yet
-    excluded: dict[str, str] = field(
-        default_factory=dict
-    )  # job -> why it does not count in this attempt
-    checked_reports: dict[str, CheckedReport] = field(default_factory=dict)  # by job, of this check
+    # Reports by job; the last two are those of the current attempt and check.
+    ready_reports: dict[str, ReadyReport] = field(default_factory=dict)
+    done_reports: dict[str, DoneReport] = field(default_factory=dict)
+    checked_reports: dict[str, CheckedReport] = field(default_factory=dict)
     last_report: float = 0.0
-    outcome: str = ""  # "commit" or "void" once it is over
+    half_ready: float | None = None  # when half of the expected jobs were ready
+    # Jobs that exchange, with their shares of the sum; 0: the job only receives.
+    members: dict[str, float] = field(default_factory=dict)
+    # Jobs that have another version of the fragment than most.
+    behind: set[str] = field(default_factory=set)
+    # Jobs whose pseudo-gradients do not count, with the reasons: for good, and in this attempt.
+    left_out: dict[str, str] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
+    attempt: int = 0  # number of exchanges that were begun
+    check: int = 0  # number of comparisons of received data in this attempt
+    outcome: str = ""  # "commit" or "void" once the round is over
     why: str = ""  # reason of a void round
-    # Of rounds=async: members that were told that the round is void.
-    informed: set[str] = field(default_factory=set)
-    factors: dict[str, float] = field(
-        default_factory=dict
-    )  # of each pseudo-gradient in the committed sum
+    informed: set[str] = field(default_factory=set)  # rounds=async: members that know of the void
+    # Of the committed sum: factor of each pseudo-gradient, and the gap that the outer step takes.
+    factors: dict[str, float] = field(default_factory=dict)
     gap: float = 1.0
 
 
@@ -127,7 +117,7 @@ class RunState:
         return [member for member in self.members.values() if member.state != "gone"]
 
     def participants(self) -> list[Member]:
-        """Return the jobs that have begun to train and are not gone, in the order in which they came."""
+        """Return the jobs that have begun to train and are not gone, in order of arrival."""
         participants = [member for member in self.members.values() if member.takes_part]
         return sorted(participants, key=lambda member: member.order)
 
@@ -147,7 +137,10 @@ class RunState:
 
 
 def patience_s(members: Iterable[Member]) -> float:
-    """Return the seconds that these jobs wait for each other: a median, so that no single job decides."""
+    """Return the seconds that these jobs wait for each other.
+
+    That is the median of their timeouts, so that no single job decides.
+    """
     return statistics.median_high(member.hello.timeout for member in members)
 
 

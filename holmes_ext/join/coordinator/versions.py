@@ -1,9 +1,9 @@
 """Which version of each fragment is true, and which jobs do not have it. Pure.
 
-The version of a fragment is the round in which it was last stepped. What most of the current jobs have is
-the truth (consensus.py); a job that has something else, whatever the reason (late, new, an older checkpoint,
-a message lost, a lie), takes the fragment from one that has it. So the coordinator keeps nothing that its
-jobs do not know, and may be restarted.
+The version of a fragment is the round in which it was last stepped. What most of the current jobs
+have is the truth (consensus.py); a job that has something else, whatever the reason (late, new, an
+older checkpoint, a message lost, a lie), takes the fragment from one that has it. So the
+coordinator keeps nothing that its jobs do not know, and may be restarted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ class Versions:
         self._state = state
 
     def truth(self, fragment: int, members: Sequence[Member] | None = None) -> Claim | None:
-        """Return the version that a fragment has by the claims of these members (None: of all participants).
+        """Return the version that a fragment has, by the claims of members.
 
-        Claims of current members decide, or those of all members if none is current. None: no member claims
-        a version that can exist.
+        Claims of current members decide, or those of all members if none is current.
+
+        Args:
+            members: The members whose claims count; None: all jobs that take part.
+
+        Returns:
+            None if no member claims a version that can exist.
         """
         if members is None:
             members = self._state.participants()
@@ -40,8 +45,8 @@ class Versions:
     def correction(self, member: Member) -> Reply | None:
         """Return which fragments the job must take, and from whom; None: it has what is true.
 
-        The donor is the job that has most of these fragments, the earliest of several, and if possible none
-        that gave this job other weights before.
+        The donor is the job that has most of these fragments, the earliest of several, and if
+        possible none that gave this job other weights before.
         """
         donors = self._donors(member)
         trusted = {name: donors[name] for name in donors if name not in member.avoids} or donors
@@ -64,8 +69,8 @@ class Versions:
         """Store what a job says that it has, and judge the donors of what it took.
 
         Raises:
-            HolmesError: A version cannot exist. A job of a run that is over is not refused the first time: it
-                is told to take what is true.
+            HolmesError: A version cannot exist. A job that comes from a run that is over is not
+                refused the first time: it is told to take what is true.
         """
         member.claims = list(claims)
         is_bound = member.current or member.corrected
@@ -73,8 +78,8 @@ class Versions:
             last = self._state.committed.get(fragment, claim.version)
             if is_bound and claim.version > last:
                 raise HolmesError(
-                    f"fragment {fragment} cannot be of round {claim.version}: it was last stepped in round "
-                    f"{last}"
+                    f"fragment {fragment} cannot be of round {claim.version}: "
+                    f"it was last stepped in round {last}"
                 )
         self._judge_donors(member)
         if not member.current and self.correction(member) is None:
