@@ -28,9 +28,9 @@ class Coordinator:
     """One run of joined jobs, and everything that is decided about it.
 
     Args:
-        now: When the coordinator begins. policies: Round policies that jobs can use. Which of them
-        a run uses is a setting of its jobs
-            (`rounds`), the same in all of them; the question that a job asks shows it.
+        now: When the coordinator begins.
+        policies: Round policies that jobs can use. Which of them a run uses is a setting of its
+            jobs (`rounds`), the same in all of them; the question that a job asks shows it.
     """
 
     def __init__(self, now: float, policies: Sequence[type[RoundPolicy]]):

@@ -32,7 +32,7 @@ class Versions:
             members: The members whose claims count; None: all jobs that take part.
 
         Returns:
-            None if no member claims a version that can exist.
+            The version, with a checksum if one is known. None: no member claims one that can exist.
         """
         if members is None:
             members = self._state.participants()
