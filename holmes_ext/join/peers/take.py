@@ -8,7 +8,8 @@ same elements there.
 The donor trains on meanwhile: it answers from a thread, from its host memory, once it has that version: the
 coordinator may have told the taker of a commit before the donor has heard of it. Should it step the fragment
 in between, the ranks of the taker see different versions, and ask again. That the donor gave what it said
-that it has shows at the taker's next round, when all tell sums that nobody could know before (membership.py).
+that it has shows at the taker's next round, when all tell sums that nobody could know before
+(coordinator/versions.py).
 """
 
 from __future__ import annotations
