@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
+    from holmes_ext.plan.traffic import ReductionSpec
     from holmes_ext.runtime.measure.stage import Stage
+    from holmes_ext.runtime.reduce.reduction import Reduction
     from holmes_ext.runtime.session import Session
 
 _functions: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
@@ -60,6 +62,24 @@ def on_reduction(current: Session, ranks: tuple[int, ...], network_api: str, red
     """Tell the extensions that a reducer is about to sum the gradients of a step over `ranks`."""
     for function in _functions["on_reduction"]:
         function(current, ranks, network_api, reducer)
+
+
+def reduction_for(group: Any, size: int, spec: ReductionSpec, device_type: str) -> Reduction | None:
+    """Return the reduction that an extension makes for a group; None if no extension makes one.
+
+    All ranks of the group must call this function.
+
+    Args:
+        group: The process group.
+        size: Bytes of gradients that the group sums in a step.
+        spec: What the plan says of the group's reduction.
+        device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
+    """
+    for make in _functions["reductions"]:
+        reduction: Reduction | None = make(group, size, spec, device_type)
+        if reduction is not None:
+            return reduction
+    return None
 
 
 def on_checkpoint() -> None:

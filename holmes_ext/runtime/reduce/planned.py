@@ -81,7 +81,8 @@ class PlannedReduction:
 
     def _adopt(self, spec: ReductionSpec) -> None:
         if spec not in self._made:
-            self._made[spec] = hierarchical_for(self._group, self.size, spec, self.device_type)
+            made = hooks.reduction_for(self._group, self.size, spec, self.device_type)
+            self._made[spec] = made or hierarchical_for(self._group, self.size, spec, self.device_type)
         self.spec = spec
         self.hierarchical = self._made[spec]
 
