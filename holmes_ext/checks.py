@@ -18,7 +18,7 @@ Table.into() checks the types. A condition on several fields is code in __post_i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -59,9 +59,9 @@ class Between:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of a few values."""
+    """One of a few values. Of a dict its keys count, also those that are added later."""
 
-    values: tuple[object, ...]
+    values: Collection[object]
 
     @property
     def allowed(self) -> str:

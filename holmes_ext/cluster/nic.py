@@ -115,7 +115,7 @@ class Gid:
 
 @dataclass(frozen=True)
 class Nic:
-    kind: Annotated[str, OneOf(tuple(KINDS))]  # "ib", "roce" or "ethernet" (see the module)
+    kind: Annotated[str, OneOf(KINDS)]  # "ib", "roce" or "ethernet" (see the module)
     # HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
     device: Annotated[str, _DEVICE]
     # port number of the HCA, from 1; 0 for ethernet
