@@ -40,7 +40,10 @@ class Check(Protocol):
 
 @dataclass(frozen=True)
 class Between:
-    """A number from `least` to `most`, both included. It is finite."""
+    """A finite number from `least` to `most`, both included.
+
+    A `most` of 10**12 or more only keeps nonsense out. Messages do not have it.
+    """
 
     least: float
     most: float = inf
@@ -49,7 +52,7 @@ class Between:
     @property
     def allowed(self) -> str:
         numbers = f"{_written(self.least)} or more"
-        if self.most < inf:
+        if self.most < 10**12:
             numbers = f"{_written(self.least)} to {_written(self.most)}"
         return f"{self.noun} ({numbers})" if self.noun else numbers
 

@@ -107,7 +107,7 @@ def test_digest_is_of_the_content():
         ('["b[0-1]"]', '["-[0-1]"]', "'-0' is not a host name"),
         ('["b[0-1]"]', '["a09"]', "'cluster.b.nodes': node 'a09' is already in cluster 'a'"),
         ('["b[0-1]"]', '["b0", "b0"]', "node 'b0' is already in the same list"),
-        ("processes = 8\nlatency", "processes = 0\nlatency", "'cluster.b.processes': 0 processes"),
+        ("processes = 8\nlatency", "processes = 0\nlatency", "'cluster.b.processes' must be 1 to 1024, not 0"),
         ("processes = 8\nlatency", "processes = 1.5\nlatency",
          "'cluster.b.processes': 1.5 is not a whole number"),
         ('rate = "100Gb/s"\n', "", "'cluster.b.rate' is missing"),
