@@ -2,9 +2,9 @@
 
     @dataclass(frozen=True)
     class Port:
-        number: Annotated[int, Between(0, 255)]
+        number: Annotated[int, InRange(0, 255)]
         state: Annotated[str, OneOf(("up", "down"))] = "down"
-        seconds: Annotated[float | None, Between(0)] = None    None is allowed if the type has it
+        seconds: Annotated[float | None, InRange(0)] = None    None is allowed if the type has it
 
         def __post_init__(self) -> None:
             check_fields(self, "the port")
@@ -39,7 +39,7 @@ class Check(Protocol):
 
 
 @dataclass(frozen=True)
-class Between:
+class InRange:
     """A finite number from `least` to `most`, both included.
 
     A `most` of 10**12 or more only keeps nonsense out. Messages do not have it.

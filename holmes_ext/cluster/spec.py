@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
-from holmes_ext.checks import Between, check_fields
+from holmes_ext.checks import InRange, check_fields
 from holmes_ext.cluster.gpu import Accelerator
 from holmes_ext.cluster.measured import MeasuredLink, MeasuredPair, parse_links, parse_pairs
 from holmes_ext.cluster.nic import KINDS
@@ -54,14 +54,14 @@ class ClusterSpec:
     rate_bps: int
     fabric: str
     latency_s: float
-    processes: Annotated[int, Between(1, 1024)] = 1
+    processes: Annotated[int, InRange(1, 1024)] = 1
     gpu: str = ""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     accelerator: Accelerator = Accelerator()
     net: str = ""
     uplink_bps: int = 0
-    rails: Annotated[int, Between(1, MAX_RAILS)] = 1
+    rails: Annotated[int, InRange(1, MAX_RAILS)] = 1
 
     def __post_init__(self) -> None:
         check_fields(self, f"cluster {self.name!r}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
-from holmes_ext.checks import Between, OneOf, problems_in
+from holmes_ext.checks import InRange, OneOf, problems_in
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.algorithms import ALGORITHMS, DiLoCo
 from holmes_ext.join.estimate import DEFAULT, MOST_FRAGMENTS
@@ -43,22 +43,22 @@ class OuterSettings:
     algorithm: Annotated[str, OneOf(ALGORITHMS)] = "diloco"
     every: int = DEFAULT[0]
     seconds: float = 0.0
-    fragments: Annotated[int, Between(1, MOST_FRAGMENTS)] = DEFAULT[1]
-    delay: Annotated[int, Between(0, _MOST)] = DEFAULT[2]
+    fragments: Annotated[int, InRange(1, MOST_FRAGMENTS)] = DEFAULT[1]
+    delay: Annotated[int, InRange(0, _MOST)] = DEFAULT[2]
     mix: str = "keep"
-    lr: Annotated[float, Between(1e-6, 100)] = 1.0
-    momentum: Annotated[float | None, Between(0, 0.9999)] = None
-    clip: Annotated[float, Between(0, _MOST)] = 0.0
+    lr: Annotated[float, InRange(1e-6, 100)] = 1.0
+    momentum: Annotated[float | None, InRange(0, 0.9999)] = None
+    clip: Annotated[float, InRange(0, _MOST)] = 0.0
     compress: Annotated[str, OneOf(COMPRESSIONS)] = "bf16"
     aggregate: Annotated[str, OneOf(AGGREGATES)] = "mean"
-    trim: Annotated[int, Between(1, 31)] = 1
+    trim: Annotated[int, InRange(1, 31)] = 1
     weight: Annotated[str, OneOf(("tokens", "equal"))] = "tokens"
-    limit: Annotated[float, Between(0, _MOST)] = 10.0
-    min: Annotated[int, Between(1, 64)] = 1
-    timeout: Annotated[float, Between(1, 86400)] = 60.0
+    limit: Annotated[float, InRange(0, _MOST)] = 10.0
+    min: Annotated[int, InRange(1, 64)] = 1
+    timeout: Annotated[float, InRange(1, 86400)] = 60.0
     part: str = "0/1"
     rounds: Annotated[str, OneOf(("sync", "async"))] = "sync"
-    grace: Annotated[float | None, Between(0, 86400)] = None
+    grace: Annotated[float | None, InRange(0, 86400)] = None
 
     def __post_init__(self) -> None:
         for problem in self._problems():

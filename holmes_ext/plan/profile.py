@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from holmes_ext.checks import Between, Each, Satisfies, check_fields
+from holmes_ext.checks import Each, InRange, Satisfies, check_fields
 from holmes_ext.cluster.site import Site
 from holmes_ext.document import digest_of, load_json, save, with_digest
 from holmes_ext.errors import HolmesError
@@ -26,8 +26,8 @@ VERSION = 1
 _SAME_MODEL = 0.05
 
 
-_Amount = Annotated[float, Between(0, 1e30)]  # seconds or bytes
-_Amounts = Annotated[tuple[float, ...], Each(Between(0, 1e30), "a list of finite numbers, 0 or more")]
+_Amount = Annotated[float, InRange(0, 1e30)]  # seconds or bytes
+_Amounts = Annotated[tuple[float, ...], Each(InRange(0, 1e30), "a list of finite numbers, 0 or more")]
 #: Of the passes (forward, backward).
 _Pair = Annotated[_Amounts, Satisfies(lambda values: len(values) == 2, "two numbers")]
 
@@ -65,8 +65,8 @@ class Profile:
     framework: str
     site: dict[str, Any]  # Site.to_dict()
     sizes: Sizes
-    micro_batches: Annotated[int, Between(1, 1e30)]
-    steps: Annotated[int, Between(1, 1e30)]
+    micro_batches: Annotated[int, InRange(1, 1e30)]
+    steps: Annotated[int, InRange(1, 1e30)]
     gradient_bytes: _Amounts  # of one rank: of the layers before the blocks, of every block, of those after
     activation_bytes: _Amount
     step_s: _Amount

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from math import floor, inf
 from typing import Annotated, Any
 
-from holmes_ext.checks import Between, check_fields
+from holmes_ext.checks import InRange, check_fields
 
-_Amount = Annotated[float, Between(0, 1e30)]
-_Count = Annotated[int, Between(0, 1e30)]
+_Amount = Annotated[float, InRange(0, 1e30)]
+_Count = Annotated[int, InRange(0, 1e30)]
 
 
 def _option(default: float, name: str, text: str) -> Any:
@@ -30,7 +30,7 @@ class Workload:
 
     forward_s: _Amount = _option(0.027, "forward-seconds", "seconds to compute a micro-batch forward")
     backward_s: _Amount = _option(0.055, "backward-seconds", "seconds to compute a micro-batch backward")
-    micro_batches: Annotated[int, Between(1, 1e30)] = _option(8, "micro-batches", "micro-batches in a step")
+    micro_batches: Annotated[int, InRange(1, 1e30)] = _option(8, "micro-batches", "micro-batches in a step")
     gradient_bytes: _Amount = _option(4e9, "gradient-bytes", "bytes of gradients of one rank")
     activation_bytes: _Amount = _option(
         2048 * 4096 * 2, "activation-bytes", "bytes that a rank sends to the next stage for a micro-batch")
