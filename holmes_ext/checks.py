@@ -2,9 +2,9 @@
 
     @dataclass(frozen=True)
     class Port:
-        number: Annotated[int, Between(0, 255)]
+        number: Annotated[int, InRange(0, 255)]
         state: Annotated[str, OneOf(("up", "down"))] = "down"
-        seconds: Annotated[float | None, Between(0)] = None    None is allowed if the type has it
+        seconds: Annotated[float | None, InRange(0)] = None    None is allowed if the type has it
 
         def __post_init__(self) -> None:
             check_fields(self, "the port")
@@ -18,7 +18,7 @@ Table.into() checks the types. A condition on several fields is code in __post_i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -39,8 +39,11 @@ class Check(Protocol):
 
 
 @dataclass(frozen=True)
-class Between:
-    """A number from `least` to `most`, both included. It is finite."""
+class InRange:
+    """A finite number from `least` to `most`, both included.
+
+    A `most` of 10**12 or more only keeps nonsense out. Messages do not have it.
+    """
 
     least: float
     most: float = inf
@@ -49,7 +52,7 @@ class Between:
     @property
     def allowed(self) -> str:
         numbers = f"{_written(self.least)} or more"
-        if self.most < inf:
+        if self.most < 10**12:
             numbers = f"{_written(self.least)} to {_written(self.most)}"
         return f"{self.noun} ({numbers})" if self.noun else numbers
 
@@ -59,9 +62,9 @@ class Between:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of a few values."""
+    """One of a few values. Of a dict its keys count, also those that are added later."""
 
-    values: tuple[object, ...]
+    values: Collection[object]
 
     @property
     def allowed(self) -> str:

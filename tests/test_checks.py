@@ -7,7 +7,7 @@ from typing import Annotated
 
 import pytest
 
-from holmes_ext.checks import Between, Each, Matches, OneOf, Satisfies, check_fields
+from holmes_ext.checks import Each, InRange, Matches, OneOf, Satisfies, check_fields
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 
@@ -16,10 +16,10 @@ WORD = Matches(re.compile("[a-z]+"), "a word")
 
 @dataclass(frozen=True)
 class Port:
-    number: Annotated[int, Between(0, 255, "a port number")]
+    number: Annotated[int, InRange(0, 255, "a port number")]
     state: Annotated[str, OneOf(("up", "down"))] = "down"
-    seconds: Annotated[float | None, Between(0)] = None
-    share: Annotated[float, Between(0, 0.5)] = 0.0
+    seconds: Annotated[float | None, InRange(0)] = None
+    share: Annotated[float, InRange(0, 0.5)] = 0.0
     names: Annotated[tuple[str, ...], Each(WORD, "a list of words")] = ()
     word: Annotated[str, Matches(re.compile("[a-z]+"), "a word", may_be_empty=True)] = ""
     even: Annotated[int, Satisfies(lambda number: number % 2 == 0, "even")] = 0

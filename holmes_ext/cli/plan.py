@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import Field, dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from holmes_ext.cli.parts import command_parts
 from holmes_ext.cli.show.matrix import show_wan
@@ -214,7 +214,9 @@ def load_workload(path: str) -> dict[str, Any]:
 
 
 def _kind(field: Field[Any]) -> type:
-    return int if field.type == "int" else float
+    """Return int or float, the type of a field of Workload."""
+    kind: type = get_type_hints(Workload)[field.name]
+    return kind
 
 
 def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:

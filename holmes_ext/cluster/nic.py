@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 from holmes_ext import extensions
-from holmes_ext.checks import Between, Each, Matches, OneOf, Satisfies, check_fields
+from holmes_ext.checks import Each, InRange, Matches, OneOf, Satisfies, check_fields
 from holmes_ext.errors import HolmesError
 
 
@@ -91,8 +91,8 @@ _PciAddress = Annotated[
 _SubnetPrefix = Annotated[
     str, Matches(_SUBNET_PREFIX, "four groups of four lower-case hex digits", may_be_empty=True)
 ]
-_Count = Annotated[int, Between(0, 2**63 - 1)]
-_LocalIdentifier = Annotated[int, Between(0, 2**32 - 1, "a LID")]
+_Count = Annotated[int, InRange(0, 2**63 - 1)]
+_LocalIdentifier = Annotated[int, InRange(0, 2**32 - 1, "a LID")]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Gid:
     type: "ib", "roce_v1" or "roce_v2"; netdev: the net device it belongs to on a RoCE port, "" otherwise.
     """
 
-    index: Annotated[int, Between(0, 2**31 - 1)]
+    index: Annotated[int, InRange(0, 2**31 - 1)]
     value: Annotated[str, Matches(GID, "eight groups of four lower-case hex digits")]
     type: Annotated[str, OneOf(GID_TYPES)]
     netdev: Annotated[str, Matches(DEVICE_NAME, "a device name", may_be_empty=True)] = ""
@@ -120,11 +120,11 @@ class Gid:
 
 @dataclass(frozen=True)
 class Nic:
-    kind: Annotated[str, OneOf(tuple(KINDS))]  # "ib", "roce" or "ethernet" (see the module)
+    kind: Annotated[str, OneOf(KINDS)]  # "ib", "roce" or "ethernet" (see the module)
     # HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
     device: Annotated[str, _DEVICE]
     # port number of the HCA, from 1; 0 for ethernet
-    port: Annotated[int, Between(0, 255, "a port number")] = 0
+    port: Annotated[int, InRange(0, 255, "a port number")] = 0
     netdevs: _DeviceNames = ()  # net devices behind the port, the one to bind sockets on first
     state: Annotated[str, OneOf(("up", "down"))] = "down"  # "up": carries data now
     state_text: _Line = ""  # what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
@@ -137,7 +137,7 @@ class Nic:
     gids: tuple[Gid, ...] = ()  # GID table without its empty entries
     lid: _LocalIdentifier = 0  # ib: local identifier of the port, 0 when there is none
     sm_lid: _LocalIdentifier = 0  # ib: that of its subnet manager
-    numa: Annotated[int, Between(-1, 2**31 - 1)] = -1  # NUMA node, -1 when unknown
+    numa: Annotated[int, InRange(-1, 2**31 - 1)] = -1  # NUMA node, -1 when unknown
     pci: _PciAddress = ""
     driver: _Line = ""  # of the kernel
     #: Of a virtual function: the device of its physical function (its PCI address where this network

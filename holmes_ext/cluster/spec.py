@@ -22,7 +22,9 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
+from holmes_ext.checks import InRange, check_fields
 from holmes_ext.cluster.gpu import Accelerator
 from holmes_ext.cluster.measured import MeasuredLink, MeasuredPair, parse_links, parse_pairs
 from holmes_ext.cluster.nic import KINDS
@@ -52,14 +54,17 @@ class ClusterSpec:
     rate_bps: int
     fabric: str
     latency_s: float
-    processes: int = 1
+    processes: Annotated[int, InRange(1, 1024)] = 1
     gpu: str = ""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     accelerator: Accelerator = Accelerator()
     net: str = ""
     uplink_bps: int = 0
-    rails: int = 1
+    rails: Annotated[int, InRange(1, MAX_RAILS)] = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"cluster {self.name!r}")
 
 
 @dataclass(frozen=True)
@@ -204,12 +209,8 @@ def _cluster(table: Table) -> ClusterSpec:
         rate_bps=table.rate("rate", required=fabric != "ethernet"),
         latency_s=latency_of(table, KINDS[kind].latency_s), uplink_bps=table.rate("uplink", required=False),
         accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)))
-    if not 1 <= cluster.processes <= 1024:
-        raise HolmesError(
-            f"{table.at('processes')}: {cluster.processes} processes for each node; it must be 1 to 1024")
-    if not 1 <= cluster.rails <= MAX_RAILS or kind == "ethernet" and "rails" in table.values:
-        raise HolmesError(f"{table.at('rails')}: {cluster.rails} fast NICs of each node; 1 to {MAX_RAILS}, "
-                          "and with kind 'ethernet' none")
+    if kind == "ethernet" and "rails" in table.values:
+        raise HolmesError(f"{table.at('rails')}: nodes of kind 'ethernet' have no fast NIC; remove it")
     if cluster.net and fabric == "ethernet":
         raise HolmesError(
             f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it")

@@ -10,35 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
+from holmes_ext.checks import InRange, OneOf, problems_in
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.algorithms import ALGORITHMS, DiLoCo
 from holmes_ext.join.estimate import DEFAULT, MOST_FRAGMENTS
 from holmes_ext.words import named_values
 
 AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
-_CHOICES = {
-    "algorithm": tuple(ALGORITHMS),
-    "aggregate": AGGREGATES,
-    "compress": ("off", "bf16", "int8", "2bit"),
-    "weight": ("tokens", "equal"),
-    "rounds": ("sync", "async"),
-}
-_OPEN = 1e12
-#: Least, most of each number.
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "fragments": (1, MOST_FRAGMENTS),
-    "delay": (0, _OPEN),
-    "lr": (1e-6, 100),
-    "momentum": (0, 0.9999),
-    "clip": (0, _OPEN),
-    "min": (1, 64),
-    "timeout": (1, 86400),
-    "limit": (0, _OPEN),
-    "trim": (1, 31),
-    "grace": (0, 86400),
-}
+COMPRESSIONS = ("off", "bf16", "int8", "2bit")
+#: Of numbers without a limit of their own.
+_MOST = 10**12
 #: Each job's own business; everything else must be the same in all jobs.
 OWN = ("min", "timeout", "part")
 #: Numbers that may be auto: None then.
@@ -57,25 +40,25 @@ class OuterSettings:
     after half of the jobs were. Raises HolmesError for what does not fit.
     """
 
-    algorithm: str = "diloco"
+    algorithm: Annotated[str, OneOf(ALGORITHMS)] = "diloco"
     every: int = DEFAULT[0]
     seconds: float = 0.0
-    fragments: int = DEFAULT[1]
-    delay: int = DEFAULT[2]
+    fragments: Annotated[int, InRange(1, MOST_FRAGMENTS)] = DEFAULT[1]
+    delay: Annotated[int, InRange(0, _MOST)] = DEFAULT[2]
     mix: str = "keep"
-    lr: float = 1.0
-    momentum: float | None = None
-    clip: float = 0.0
-    compress: str = "bf16"
-    aggregate: str = "mean"
-    trim: int = 1
-    weight: str = "tokens"
-    limit: float = 10.0
-    min: int = 1
-    timeout: float = 60.0
+    lr: Annotated[float, InRange(1e-6, 100)] = 1.0
+    momentum: Annotated[float | None, InRange(0, 0.9999)] = None
+    clip: Annotated[float, InRange(0, _MOST)] = 0.0
+    compress: Annotated[str, OneOf(COMPRESSIONS)] = "bf16"
+    aggregate: Annotated[str, OneOf(AGGREGATES)] = "mean"
+    trim: Annotated[int, InRange(1, 31)] = 1
+    weight: Annotated[str, OneOf(("tokens", "equal"))] = "tokens"
+    limit: Annotated[float, InRange(0, _MOST)] = 10.0
+    min: Annotated[int, InRange(1, 64)] = 1
+    timeout: Annotated[float, InRange(1, 86400)] = 60.0
     part: str = "0/1"
-    rounds: str = "sync"
-    grace: float | None = None
+    rounds: Annotated[str, OneOf(("sync", "async"))] = "sync"
+    grace: Annotated[float | None, InRange(0, 86400)] = None
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -83,14 +66,9 @@ class OuterSettings:
 
     def _problems(self) -> Iterator[str]:
         """Each is looked for where those before it are none."""
-        for name, known in _CHOICES.items():
-            if (choice := getattr(self, name)) not in known:
-                yield f"{name}={choice!r} is not one of {', '.join(known)}"
-        for name, (least, most) in _BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                upto = f" to {most:g}" if most < _OPEN else " or more"
-                yield f"{name}={value:g} is not {least:g}{upto}"
+        for problem in problems_in(self):
+            value = repr(problem.value) if isinstance(problem.value, str) else f"{problem.value:g}"
+            yield f"{problem.field}={value} is not {problem.allowed}"
         if (self.every > 0) == (self.seconds > 0):
             given = f"every={self.every or self.seconds:g}"
             yield f"{given} is not above 0; write steps (every=32) or seconds (every=60s)"
@@ -168,7 +146,7 @@ def _refuse_removed(text: str) -> None:
     for part in text.split(","):
         name, _, value = map(str.strip, part.partition("="))
         if name == "topk" or (name, value) == ("compress", "topk"):
-            choices = ", ".join(_CHOICES["compress"])
+            choices = ", ".join(COMPRESSIONS)
             raise HolmesError(f"--holmes-outer: compress=topk was removed; compress is one of {choices}")
 
 

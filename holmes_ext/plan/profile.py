@@ -7,10 +7,11 @@ how much faster that stage is with what both computed. So GPUs that differ need 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from holmes_ext.checks import Each, InRange, Satisfies, check_fields
 from holmes_ext.cluster.site import Site
 from holmes_ext.document import digest_of, load_json, save, with_digest
 from holmes_ext.errors import HolmesError
@@ -25,49 +26,55 @@ VERSION = 1
 _SAME_MODEL = 0.05
 
 
+_Amount = Annotated[float, InRange(0, 1e30)]  # seconds or bytes
+_Amounts = Annotated[tuple[float, ...], Each(InRange(0, 1e30), "a list of finite numbers, 0 or more")]
+#: Of the passes (forward, backward).
+_Pair = Annotated[_Amounts, Satisfies(lambda values: len(values) == 2, "two numbers")]
+
+
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds on one stage, of its slowest rank. forward_s, backward_s: of its `blocks` (numbers from 0), one
-    micro-batch; before_s, after_s: (forward, backward) of what stands before the first block and after the
-    last. reduction_s_per_byte, reduction_latency_s: an all-reduce of its gradients; edge_s: an activation to
-    the next stage; both measured alone. The rest: of one step, waiting included."""
+    """What the slowest rank of one pipeline stage measured, in seconds."""
 
     clusters: tuple[str, ...]
     nodes: tuple[str, ...]
-    blocks: tuple[int, ...]
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    before_s: tuple[float, ...]
-    after_s: tuple[float, ...]
-    reduction_s_per_byte: float
-    reduction_latency_s: float
-    edge_s: float
-    send_s: float = 0.0
-    receive_s: float = 0.0
-    reduce_s: float = 0.0
-    tied_s: float = 0.0
-    optimizer_s: float = 0.0
-    idle_s: float = 0.0
+    blocks: tuple[int, ...]  # numbers of the stage's blocks; the model's first block is 0
+    forward_s: _Amounts  # of one micro-batch, for each of `blocks`
+    backward_s: _Amounts
+    before_s: _Pair  # of the layers before the model's first block: (forward, backward) of one micro-batch
+    after_s: _Pair  # of the layers after the model's last block
+    reduction_s_per_byte: _Amount  # of an all-reduce of the stage's gradients, while nothing else runs
+    reduction_latency_s: _Amount
+    edge_s: _Amount  # of an activation to the next stage, while nothing else runs
+    # Of one step, with the time that the rank waits for others:
+    send_s: _Amount = 0.0
+    receive_s: _Amount = 0.0
+    reduce_s: _Amount = 0.0
+    tied_s: _Amount = 0.0
+    optimizer_s: _Amount = 0.0
+    idle_s: _Amount = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "a stage of the profile")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """gradient_bytes: of one rank, "before", every block, "after"; site: a Site's dict."""
+    """What a job measured with --holmes-profile."""
 
     framework: str
-    site: dict[str, Any]
+    site: dict[str, Any]  # Site.to_dict()
     sizes: Sizes
-    micro_batches: int
-    steps: int
-    gradient_bytes: tuple[float, ...]
-    activation_bytes: float
-    step_s: float
+    micro_batches: Annotated[int, InRange(1, 1e30)]
+    steps: Annotated[int, InRange(1, 1e30)]
+    gradient_bytes: _Amounts  # of one rank: of the layers before the blocks, of every block, of those after
+    activation_bytes: _Amount
+    step_s: _Amount
     stages: tuple[StageTimes, ...]
     source: str = "the profile"
 
     def __post_init__(self) -> None:
-        if self.micro_batches < 1 or self.steps < 1:
-            raise HolmesError("keys 'micro_batches' and 'steps' must be 1 or more")
+        check_fields(self, "the profile")
         if len(self.stages) != self.sizes.pipeline:
             raise HolmesError(
                 f"key 'stages' has {len(self.stages)} entries for pipeline {self.sizes.pipeline}")
@@ -75,22 +82,10 @@ class Profile:
         if sorted(blocks) != list(range(self.blocks)):
             what = f"key 'stages': blocks {blocks} must be 0..{self.blocks - 1}, each once"
             raise HolmesError(f"{what}; profile a job whose layers are nn.Modules")
-        numbers: dict[str, Any] = {"step_s": self.step_s, "activation_bytes": self.activation_bytes}
-        numbers["gradient_bytes"] = self.gradient_bytes
         for index, stage in enumerate(self.stages):
-            where = f"stages[{index}]"
-            lengths_match = len(stage.forward_s) == len(stage.backward_s) == len(stage.blocks) > 0
-            if not (lengths_match and len(stage.before_s) == len(stage.after_s) == 2):
-                needed = ("forward_s and backward_s need a time for each of its blocks, before_s and after_s "
-                          "two")
-                raise HolmesError(f"key '{where}': {needed}")
-            times = (item.name for item in fields(stage) if item.name.endswith(("_s", "_byte")))
-            numbers |= {f"{where}.{name}": getattr(stage, name) for name in times}
-        for key, values in numbers.items():
-            for value in values if isinstance(values, tuple) else (values,):
-                if not 0 <= value < 1e30:
-                    raise HolmesError(f"key '{key}' is {value}; it must be 0 or more, and finite")
-        for index, stage in enumerate(self.stages):
+            if not len(stage.forward_s) == len(stage.backward_s) == len(stage.blocks) > 0:
+                needed = "forward_s and backward_s need a time for each of its blocks"
+                raise HolmesError(f"key 'stages[{index}]': {needed}")
             if not _busy(stage) > 0:
                 raise HolmesError(
                     f"key 'stages[{index}]': its blocks took no time; the hooks saw none of them run")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import floor, inf
-from typing import Any
+from typing import Annotated, Any
 
-from holmes_ext.errors import HolmesError
+from holmes_ext.checks import InRange, check_fields
+
+_Amount = Annotated[float, InRange(0, 1e30)]
+_Count = Annotated[int, InRange(0, 1e30)]
 
 
 def _option(default: float, name: str, text: str) -> Any:
@@ -25,32 +28,27 @@ class Workload:
     their gradients around the ring, four all-to-alls a layer.
     """
 
-    forward_s: float = _option(0.027, "forward-seconds", "seconds to compute a micro-batch forward")
-    backward_s: float = _option(0.055, "backward-seconds", "seconds to compute a micro-batch backward")
-    micro_batches: int = _option(8, "micro-batches", "micro-batches in a step")
-    gradient_bytes: float = _option(4e9, "gradient-bytes", "bytes of gradients of one rank")
-    activation_bytes: float = _option(
+    forward_s: _Amount = _option(0.027, "forward-seconds", "seconds to compute a micro-batch forward")
+    backward_s: _Amount = _option(0.055, "backward-seconds", "seconds to compute a micro-batch backward")
+    micro_batches: Annotated[int, InRange(1, 1e30)] = _option(8, "micro-batches", "micro-batches in a step")
+    gradient_bytes: _Amount = _option(4e9, "gradient-bytes", "bytes of gradients of one rank")
+    activation_bytes: _Amount = _option(
         2048 * 4096 * 2, "activation-bytes", "bytes that a rank sends to the next stage for a micro-batch")
-    tensor_bytes: float = _option(
+    tensor_bytes: _Amount = _option(
         5 * 4 * 2048 * 4096 * 2, "tensor-bytes",
         "bytes all-reduced by a tensor group for one micro-batch on one stage")
-    context_bytes: float = _option(
+    context_bytes: _Amount = _option(
         5 * 4 * 2048 * 4096 * 2, "context-bytes",
         "bytes passed around a context ring for one micro-batch on one stage")
-    expert_bytes: float = _option(
+    expert_bytes: _Amount = _option(
         5 * 4 * 2048 * 4096 * 2, "expert-bytes",
         "bytes sent by one rank in all-to-alls for one micro-batch on one stage")
-    copies: int = _option(
+    copies: _Count = _option(
         0, "copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)")
-    activation_width: int = _option(2, "activation-width", "bytes per activation element")
+    activation_width: _Count = _option(2, "activation-width", "bytes per activation element")
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not 0 <= value < 1e30:
-                raise HolmesError(f"workload: {item.name} is {value}; it must be 0 or more, and finite")
-        if self.micro_batches < 1:
-            raise HolmesError(f"workload: micro_batches is {self.micro_batches}; it must be 1 or more")
+        check_fields(self, "workload")
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_digest():
         ({"traffic": [{"network_apis": ["verbs"], "transports": {"data": "a"}}]},
          r"'traffic\[0\].transports.data'"),
         ({"fabrics": [{"name": "a"}]}, r"'fabrics\[0\].kind' is missing"),
-        ({"workload": {"micro_batches": 0}}, "'workload'.*micro_batches"),
+        ({"workload": {"micro_batches": 0}}, "'workload.micro_batches' must be 1 or more, not 0"),
         ({"straddling": [{"kind": "data"}]}, r"'straddling\[0\].groups' is missing"),
         ({"colour": "red"}, "'colour' is not known"),
     ],
