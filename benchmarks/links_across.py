@@ -20,14 +20,13 @@ from holmes_lab.compare import tuned
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
-from holmes_ext.plan.across import CrossClusterAlgorithm
 from holmes_ext.plan.arrange.place import place
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import SOCKETS
+from holmes_ext.plan.traffic import SOCKETS, CrossClusterAlgorithm
 from holmes_ext.plan.workload import Workload
 from holmes_ext.samples import examples
 

@@ -19,9 +19,8 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import Table, digest_of, load_json, parse_json, save, with_digest
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.across import neighbours
 from holmes_ext.plan.sizes import KINDS, Sizes, groups
-from holmes_ext.plan.traffic import LOCAL, NETWORK_APIS, VERBS, PlannedFabric, Traffic
+from holmes_ext.plan.traffic import LOCAL, NETWORK_APIS, VERBS, PlannedFabric, Traffic, neighbours
 from holmes_ext.plan.workload import StageLoad, Workload
 
 VERSION = 4

@@ -9,17 +9,18 @@ What carries a group's tensors decides which ports it can use: NCCL needs HCAs (
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from holmes_ext.cluster.fabric import Fabric
-
-if TYPE_CHECKING:
-    from holmes_ext.plan.across import CrossClusterAlgorithm
 
 VERBS, SOCKETS = NETWORK_APIS = ("verbs", "sockets")
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.
 LOCAL = "local"
+#: (cluster, cluster)
+Pair = tuple[str, str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,64 @@ class PlannedFabric(Fabric):
 
     verbs: tuple[str, ...]
     sockets: tuple[str, ...]
+
+
+def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
+    """(cluster, next cluster) round the ring, without pairs inside one cluster."""
+    return [(first, second) for first, second in zip(order, (*order[1:], order[0])) if first != second]
+
+
+@dataclass(frozen=True)
+class CrossClusterAlgorithm:
+    """How the sums of whole clusters are added up."""
+
+    #: "direct", "ring" or "tree".
+    algorithm: str
+    #: Names: of a ring in its order, of a tree with parents before their children.
+    order: tuple[str, ...]
+    #: Of a tree, for each of `order` the one that it sends to, "" for the root.
+    parents: tuple[str, ...] = ()
+
+    @property
+    def halves(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
+        """(from, to) -> bytes for each byte that is summed."""
+        count = len(self.order)
+        if self.algorithm == "tree":
+            up = {(child, parent): 1.0 for child, parent in zip(self.order, self.parents) if parent}
+            return up, {(parent, child): share for (child, parent), share in up.items()}
+        if self.algorithm == "ring":
+            round_ = dict.fromkeys(neighbours(self.order), (count - 1) / count)
+            return round_, round_
+        exchange = {(source, target): 1 / count
+                    for source in self.order for target in self.order if source != target}
+        return exchange, exchange
+
+    def latency_s(self, of: Callable[[Pair], float]) -> float:
+        """Seconds of a half, for the first bytes; of: seconds from one cluster to another."""
+        if self.algorithm == "direct":
+            return max(map(of, self.halves[0]))
+        if self.algorithm == "ring":
+            hops = [of(pair) for pair in neighbours(self.order)]
+            return sum(hops) - min(hops)
+        depth = {"": 0.0}
+        for child, parent in zip(self.order, self.parents):
+            depth[child] = depth[parent] + (of((child, parent)) if parent else 0.0)
+        return max(depth.values())
+
+    @property
+    def part(self) -> float:
+        """Of the bytes that are summed, what one message carries."""
+        return 1.0 if self.algorithm == "tree" else 1 / len(self.order)
+
+    @property
+    def rounds(self) -> int:
+        """Messages that follow each other in a half."""
+        if self.algorithm == "tree":
+            depth = {"": -1}
+            for child, parent in zip(self.order, self.parents):
+                depth[child] = depth[parent] + 1
+            return max(depth.values())
+        return len(self.order) - 1 if self.algorithm == "ring" else 1
 
 
 @dataclass(frozen=True)

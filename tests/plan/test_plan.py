@@ -8,11 +8,10 @@ import clusters
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.across import CrossClusterAlgorithm
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.plan import Plan, Straddle, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import ReductionSpec
+from holmes_ext.plan.traffic import CrossClusterAlgorithm, ReductionSpec
 
 SITE = clusters.site(processes=2)
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from holmes_ext.runtime.reduce.direct import wait_for
 
 if TYPE_CHECKING:
-    from holmes_ext.plan.across import CrossClusterAlgorithm
+    from holmes_ext.plan.traffic import CrossClusterAlgorithm
     from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
 
 #: Tags: of a tree's ways, and of a ring's rounds from _UP on.

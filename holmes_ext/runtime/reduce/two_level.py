@@ -42,7 +42,7 @@ from holmes_ext.runtime.reduce.steps import Steps
 from holmes_ext.units import format_bytes
 
 if TYPE_CHECKING:
-    from holmes_ext.plan.across import CrossClusterAlgorithm
+    from holmes_ext.plan.traffic import CrossClusterAlgorithm
     from holmes_ext.runtime.reduce.direct import Parts
     from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
     from holmes_ext.runtime.reduce.steps import Work

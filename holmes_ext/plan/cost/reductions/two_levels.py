@@ -16,11 +16,12 @@ from functools import cached_property
 from math import ceil
 
 from holmes_ext.cluster.fabric import Fabric
-from holmes_ext.plan.across import CrossClusterAlgorithm, Pair, ways_across
+from holmes_ext.plan.across import ways_across
 from holmes_ext.plan.buckets import chunk_bytes, chunks_of
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
 from holmes_ext.plan.cost.reductions.reduction import Flow, PricedReduction, Tag
 from holmes_ext.plan.placement.families import GroupFamily, GroupPart
+from holmes_ext.plan.traffic import CrossClusterAlgorithm, Pair
 
 #: Below this, there and back, chunks are not made larger to outlast latency: other costs are as long.
 HIDDEN_LATENCY_S = 5e-4
