@@ -19,13 +19,12 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 
-if TYPE_CHECKING:
-    from holmes_ext.options import Options
-    from holmes_ext.runtime.session import Session
+Options = Any  # holmes_ext.options.Options, which imports this module
+Session = Any  # holmes_ext.runtime.session.Session
 
 #: The entry-point group in which packages publish their extensions.
 GROUP = "holmes_ext.extensions"
@@ -120,7 +119,7 @@ class Contribution(NamedTuple):
         return load(self.reference)
 
 
-class Found(NamedTuple):
+class Installed(NamedTuple):
     """The extensions of this Python environment."""
 
     extensions: tuple[Extension, ...]
@@ -128,10 +127,10 @@ class Found(NamedTuple):
 
 
 @functools.cache
-def found() -> Found:
+def found() -> Installed:
     """Load the extensions of this environment: those built in, and those of other packages by entry points.
 
-    An extension of another package that cannot be loaded is left out. Found.problems has the reason.
+    An extension of another package that cannot be loaded is left out. Installed.problems has the reason.
 
     Raises:
         HolmesError: two extensions have the same flag, command or name.
@@ -150,7 +149,7 @@ def found() -> Found:
         else:
             loaded.append(extension)
     _refuse_duplicates(loaded)
-    return Found(tuple(loaded), tuple(problems))
+    return Installed(tuple(loaded), tuple(problems))
 
 
 def _refuse_duplicates(extensions: Iterable[Extension]) -> None:

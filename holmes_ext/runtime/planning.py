@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from holmes_ext.plan.traffic import ReductionSpec
 
 
-class PlanRequest(Protocol):
+class JobRequest(Protocol):
     """What one rank knows of the job before it has heard of the others: see plan/request.py."""
 
     options: Options

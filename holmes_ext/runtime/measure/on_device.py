@@ -22,19 +22,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from holmes_ext.runtime.measure.operations import GroupTraffic, Op
-
-
-@dataclass(slots=True)
-class Mark:
-    """A CUDA event, its stream, and the clock when it was recorded."""
-
-    event: Any
-    stream: Any
-    at: float
+from holmes_ext.runtime.measure.operations import GroupTraffic, Mark, Op
 
 
 class DeviceClock:

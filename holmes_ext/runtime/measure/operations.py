@@ -14,7 +14,6 @@ from holmes_ext.runtime.backend_table import traits_of
 
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
-    from holmes_ext.runtime.measure.on_device import Mark
 
 
 class GroupTraffic:
@@ -70,3 +69,12 @@ class Op:
     waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # NCCL: around the stream's waits
     seen_over: float = 0.0  # NCCL: when torch said so, and what it took
     duration: float = 0.0
+
+
+@dataclass(slots=True)
+class Mark:
+    """A CUDA event, its stream, and the clock when it was recorded."""
+
+    event: Any
+    stream: Any
+    at: float

@@ -24,7 +24,7 @@ from holmes_ext.plan.plan import parse_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.deadline import within
 from holmes_ext.runtime.groups.transport import node_environment
-from holmes_ext.runtime.planning import PlanMaker, PlanRequest
+from holmes_ext.runtime.planning import JobRequest, PlanMaker
 from holmes_ext.runtime.start import hostfile, launcher, preflight
 from holmes_ext.runtime.start.exchange import exchange
 from holmes_ext.runtime.start.left_layers import left_layers
@@ -38,7 +38,7 @@ _SILENT_SECONDS = 10.0
 
 
 def start(
-    request: PlanRequest,
+    request: JobRequest,
     maker: PlanMaker,
     process: launcher.Process,
     agreed: dict[str, Any],
@@ -98,7 +98,7 @@ def start(
 
 
 def _own_report(
-    request: PlanRequest,
+    request: JobRequest,
     process: launcher.Process,
     agreed: dict[str, Any],
     failure: HolmesError | None,
