@@ -11,7 +11,7 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.join import estimate as joined
 from holmes_ext.join.settings import OuterSettings, parse_outer
-from holmes_ext.join.show_plan import Beside, show
+from holmes_ext.join.show_plan import Beside
 from holmes_ext.join.simulated_rounds import JoinedJob, simulate_round
 
 BETWEEN = '[[between]]\nclusters = ["{}", "{}"]\nrate = "1Gb/s"\nlatency = "50ms"\n'
@@ -173,9 +173,9 @@ def beside_of(jobs, crossing):
 
 
 def test_the_last_line_is_the_one_to_copy(capsys):
-    show(beside_of(2, 1.0))
+    beside_of(2, 1.0).show()
     assert capsys.readouterr().out.splitlines()[-1].strip() == "--holmes --holmes-join a@HOST:29600"
-    show(beside_of(2, 1e9))
+    beside_of(2, 1e9).show()
     assert capsys.readouterr().out.splitlines()[-1].strip() == "--holmes --holmes-cluster FILE"
 
 

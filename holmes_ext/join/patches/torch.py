@@ -26,25 +26,32 @@ _hooks: list[Any] = []
 
 
 def on_start(current: Session) -> list[str]:
+    """Follow the optimizers of this process from now on, as a hook of the extension; return no lines."""
+    attach()
+    return []
+
+
+def on_stop(reason: str) -> None:
+    """Stop following the optimizers, and leave the run of the other jobs, as a hook of the extension."""
+    detach()
+    training.end(reason)
+
+
+def attach() -> None:
     """Register global hooks of torch, by which jobs that train one model together follow its optimizer steps.
 
     The hooks run before and after each step of every optimizer.
-
-    Returns:
-        Lines for the user: none.
     """
     from torch.optim import optimizer
 
     _hooks.append(optimizer.register_optimizer_step_pre_hook(_before_step))
     _hooks.append(optimizer.register_optimizer_step_post_hook(_after_step))
-    return []
 
 
-def on_stop(reason: str) -> None:
-    """Remove these hooks, and leave the run of the other jobs."""
+def detach() -> None:
+    """Remove these hooks."""
     while _hooks:
         _hooks.pop().remove()
-    training.end(reason)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:

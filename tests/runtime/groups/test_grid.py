@@ -60,10 +60,14 @@ def test_deepspeeds_grid_is_compared_too(monkeypatch, planned, said):
     deepspeed_p2p._check_grid(lambda: None, Grid(planned), (), {})
 
 
+def advice(current, sizes, instances=1):
+    return maker.advice_on_straddling(current.plan, current.site, sizes, instances)
+
+
 def test_an_instance_is_to_be_a_cluster():
     """Data 4 straddles in any order; its two slices need not."""
     current = session(Sizes(data=4), site=TURN)
-    assert grid.advice(current, Sizes(data=4), 2).endswith(
+    assert advice(current, Sizes(data=4), 2).endswith(
         "straddle clusters (on ethernet) and need not: start without --holmes-sizes"
     )
     assert (
@@ -78,12 +82,12 @@ def test_an_instance_is_to_be_a_cluster():
 def test_what_straddles_is_told_with_the_way_out_if_there_is_one():
     pipelined = Sizes(pipeline=2, data=2)
     text = "2 data groups straddle clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
-    assert grid.advice(session(**IN_TURN), pipelined) == text
+    assert advice(session(**IN_TURN), pipelined) == text
     assert (
-        grid.advice(session(**IN_TURN), Sizes(data=4)) == "1 data groups straddle clusters (on ethernet)"
+        advice(session(**IN_TURN), Sizes(data=4)) == "1 data groups straddle clusters (on ethernet)"
     )  # no order helps
-    assert grid.advice(session(pipelined), pipelined) == ""
-    assert grid.advice(session(pipelined, **IN_TURN), pipelined) == ""  # the start line says it
+    assert advice(session(pipelined), pipelined) == ""
+    assert advice(session(pipelined, **IN_TURN), pipelined) == ""  # the start line says it
 
 
 def test_where_nobody_has_better_nothing_straddles(monkeypatch, capsys):
