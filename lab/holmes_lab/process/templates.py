@@ -133,6 +133,7 @@ class Templates:
         try:
             control = zygote.start(spawn, log, key.modules)
         except HolmesError:
+            started[0].kill()  # threads of a module might keep it from ending
             started[0].wait()
             raise
         return _Template(started[0], control)
