@@ -47,7 +47,7 @@ ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.p
    $(addprefix commands/test_,telemetry.py doctor.py probe.py profile_and_tune.py) $(addprefix faults/test_,faults.py restart.py) \
    rows/test_rows.py backends/test_backends.py test_reduction_lab.py test_unequal_lab.py) \
    $(if $(filter 1,$(HOLMES_TEST_FULL)),tests/patches/torch/test_ddp.py \
-   $(addprefix integration_tests/test_adapt,.py _sums.py _apart.py))
+   $(addprefix integration_tests/test_adapt,.py _sums.py))
 
 # The torch of `make gpu-next`, its environment, and its tests: one file of each engine, NCCL's networks, and its backends.
 NEXT_TORCH ?= 2.15.0

@@ -22,7 +22,6 @@ from adapt_simulated import FIXED, half_mbps, step_of
 from harness import Row
 
 from holmes_ext.adapt.reductions import in_two_levels
-from holmes_ext.adapt.window import Stage
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
@@ -30,9 +29,10 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.step import simulate
+from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.session import DoneReduction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -103,7 +103,7 @@ class SummingJob(SimulatedJob):
                          patient=True)
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
-        reduction: Reduction = self.each(lambda traffic: traffic.reductions[0])
+        reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
         step, gone = self.hour.simulated(self.part, reduction), self.gone
         two_level, ranks = in_two_levels(reduction, self.hour.bytes), tuple(range(len(self.ranks)))
         group_fields = {"ranks": ranks, "description": "two-level" if two_level else ""}
@@ -175,7 +175,7 @@ class SumsHour:
 
     def prepare(self, parts: list[Part]) -> None:
         """The plans that somebody could have fixed: what holmes decides at the rate of some part."""
-        distinct: dict[Hashable, Reduction] = {}
+        distinct: dict[Hashable, ReductionSpec] = {}
         for part in parts:
             plan = build_plan(self.site(part.rate), Sizes(), model=self.model, options=Options())
             (reduction,) = plan.traffic_of("sockets").reductions
@@ -188,10 +188,10 @@ class SumsHour:
     def change(self, job: Any, part: Part) -> None:
         job.part = part
 
-    def step_s(self, part: Part, fixed: Reduction) -> float:
+    def step_s(self, part: Part, fixed: ReductionSpec) -> float:
         return self.simulated(part, fixed).seconds
 
-    def _simulated(self, part: Part, reduction: Reduction) -> SumStep:
+    def _simulated(self, part: Part, reduction: ReductionSpec) -> SumStep:
         hour_site, two_level = self.site(part.rate), in_two_levels(reduction, self.bytes)
         layer_s = part.slower * self.compute_s / 3 / self.model.layers
         row, none = (0.0, *(layer_s,) * self.model.layers, 0.0), ((0.0,) * (self.model.layers + 2),)

@@ -22,6 +22,7 @@ from holmes_lab import Lab
 from holmes_ext.adapt.deciding import Deciding, change_of
 from holmes_ext.adapt.vote import TAKE, Boundary, Vote
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.session import Session
@@ -64,7 +65,7 @@ def _deciding() -> Deciding:
     plan = build_plan(where, Sizes(2), options=options)
     assert plan.world_size == WORLD and plan.sizes is not None
     process = Process(0, WORLD, 0, NODE, "host", 1, "simulated")
-    current = Session(options, process, where, plan, 0)
+    current = Session(options, process, where, plan, 0, maker=maker)
     return Deciding(current, plan.sizes, "sockets", lambda line: None, lambda document: None)
 
 

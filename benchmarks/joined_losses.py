@@ -29,8 +29,8 @@ import torch
 from harness import Row, Runs, finish, kept, parser, tell, write
 from torch.nn import functional as F
 
+from holmes_ext.join.codecs import codec_of, residual_dtype
 from holmes_ext.join.orthogonal import Matrices
-from holmes_ext.join.rounds.codecs import codec_of, residual_dtype
 from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.shards.ownership import fragment_cuts
 from holmes_ext.join.shards.weights import Part, Tensor, Weights
@@ -72,7 +72,6 @@ WAYS = {
     "muon": "algorithm=muon",
     "float32": "compress=off",
     "int8": "compress=int8",
-    "topk": "compress=topk",
     "2bit, every 208": "compress=2bit,every=208",
     "co2": "algorithm=co2,every=30,fragments=1,compress=off",
 }

@@ -20,15 +20,15 @@ from holmes_lab.compare import tuned
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
+from holmes_ext.plan.across import CrossClusterAlgorithm
+from holmes_ext.plan.arrange.place import place
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.placement.place import place
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS
+from holmes_ext.plan.workload import Workload
 from holmes_ext.samples import examples
 
 BYTES = 10 * 2**20
@@ -169,9 +169,10 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
         if chosen:
             order, parents = tuple(chosen["order"]), tuple(chosen["parents"])
             across = CrossClusterAlgorithm(chosen["algorithm"], order, parents)
-        all_reduce = TwoLevelAllReduce(
+        reduction = TwoLevelAllReduce(
             list(members.values()), chunk_bytes=way.get("chunk_bytes"), across=across, names=list(members)
         )
+        all_reduce = reduction.all_reduce
     time_sums(all_reduce, BYTES, times)
 
 

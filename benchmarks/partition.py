@@ -81,7 +81,7 @@ SCENES = (
 
 
 def cluster_toml(scene: Scene) -> str:
-    head = 'version = 1\n[ethernet]\nrate = "100Mb/s"\n'
+    head = 'version = 2\n[ethernet]\nrate = "100Mb/s"\n'
     kinds = zip("ab", ("ib", "roce"), scene.rates)
     return head + "".join(
         f'[[cluster]]\nname = "{name}"\nkind = "{kind}"\nrate = "{rate}Mb/s"\nnodes = '

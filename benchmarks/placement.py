@@ -4,7 +4,7 @@
 
 By DT-FM's objective (8 stages of 8 GPUs, every two GPUs a link of their own): the slowest stage's
 data-parallel group + 2 x the pipeline's path, each edge the worst link of the best matching. Ours:
-plan/placement/spread.py with that objective. The lower bound is of every placement (`least`). Then what
+plan/arrange/spread.py with that objective. The lower bound is of every placement (`least`). Then what
 `holmes plan` finds for the same sizes by the simulated step, in which links between clusters are shared: the
 step, its cost by DT-FM's objective, and the step of DT-FM's own placement.
 
@@ -30,10 +30,10 @@ from harness import Row, chosen, finish, parser, tell
 
 from holmes_ext.cluster.site import ETHERNET, Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
+from holmes_ext.plan.arrange.spread import Stages, spread
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.placement.spread import Stages, spread
 from holmes_ext.plan.rules import Rules
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.search import proven, search

@@ -89,9 +89,9 @@ def of_software(clusters: list) -> dict[str, float]:
 
     costs, groups = {}, [ranks for _, ranks in clusters]
     if len(groups) > 1:  # sums of so little that bytes do not count
-        reduce, few = TwoLevelAllReduce(groups), torch.ones(64 * dist.get_world_size())
+        reduction, few = TwoLevelAllReduce(groups), torch.ones(64 * dist.get_world_size())
         sent = 2 * sum(n * (n - 1) for n in map(len, [*groups, *zip(*groups)]))
-        costs["host_message_s"] = cpu_s(lambda: reduce(few).wait(), SUMS) / SUMS / sent
+        costs["host_message_s"] = cpu_s(lambda: reduction.all_reduce(few).wait(), SUMS) / SUMS / sent
     os.environ["GLOO_SOCKET_IFNAME"], ranks = next(pair for pair in clusters if dist.get_rank() in pair[1])
     group, flat = dist.new_group(ranks, use_local_synchronization=True), torch.ones(SIZE // 4)
     shard = torch.empty(len(flat) // len(ranks))

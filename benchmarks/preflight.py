@@ -33,6 +33,8 @@ ORDERS = [("on", "off", "off again"), ("off again", "on", "off"), ("off", "off a
 def rank_main(cluster: str, flag: str) -> None:
     """One rank in the lab: start holmes, print seconds of the preflight and of the whole start."""
     from holmes_ext.options import Options
+    from holmes_ext.plan import maker
+    from holmes_ext.plan.request import PlanRequest
     from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.start import launcher, preflight
     from holmes_ext.runtime.start import rank as start
@@ -47,9 +49,9 @@ def rank_main(cluster: str, flag: str) -> None:
             took[0] = time.monotonic() - begin
 
     preflight.run = timed
-    request = start.Request(Options(cluster=cluster, preflight=flag), Sizes(pipeline=2, tensor=4))
+    request = PlanRequest(Options(cluster=cluster, preflight=flag), Sizes(pipeline=2, tensor=4))
     begin = time.monotonic()
-    current, lines = start.start(request, launcher.detect(os.environ), {})
+    current, lines = start.start(request, maker, launcher.detect(os.environ), {})
     whole = time.monotonic() - begin
     store = current.store  # rank 0's process hosts it: wait for all before it ends
     store.set(f"done/{current.rank}", "")

@@ -282,11 +282,11 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
 
     join_group(two_levels=name == "two levels")
     if name == "two levels":
-        time_sums(TwoLevelAllReduce(clusters), RING_BYTES, times)
+        time_sums(TwoLevelAllReduce(clusters).all_reduce, RING_BYTES, times)
     elif name == "to owners":
-        world, reduce = dist.get_world_size(), ReduceToOwners(dist.group.WORLD)
+        world, reduction = dist.get_world_size(), ReduceToOwners(dist.group.WORLD)
         spans = [(RING_BYTES // 4 // world, owner) for owner in range(world)]
-        time_sums(lambda flat: reduce(flat, spans), RING_BYTES, times,
+        time_sums(lambda flat: reduction.reduce(flat, spans), RING_BYTES, times,
                   lambda flat: flat.chunk(world)[dist.get_rank()])
     else:
         time_sums(lambda flat: dist.all_reduce(flat, async_op=True), RING_BYTES, times)

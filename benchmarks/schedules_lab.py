@@ -26,11 +26,11 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.rules import rules_of
+from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.launch_flags import launches
 from holmes_ext.planner.search.as_plan import plan_of
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import in_passes, timed
-from holmes_ext.planner.search.space import Shape
 from holmes_ext.samples import examples
 
 SITE = """version = 2

@@ -121,18 +121,18 @@ def rank0_main(world: int) -> None:
     from holmes_ext.cluster.site import Site
     from holmes_ext.options import Options
     from holmes_ext.plan.plan import parse_plan
+    from holmes_ext.plan.request import PlanRequest
     from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.start.exchange import exchange
-    from holmes_ext.runtime.start.rank import Request
     from holmes_ext.runtime.start.store import connect
 
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    port, request = 29500, Request(Options(), Sizes(pipeline=4, tensor=8))
+    port, request = 29500, PlanRequest(Options(), Sizes(pipeline=4, tensor=8))
 
     def decide(reports, nodes):
-        site, plan = request.planned(nodes)
+        site, plan = request.make_plan(nodes)
         return {"site": site.to_dict(), "plan": plan.to_json(), "source": plan.source, "lines": []}
 
     bounds = [1, *(world * number // CLIENTS for number in range(1, CLIENTS + 1))]

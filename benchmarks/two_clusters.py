@@ -144,7 +144,7 @@ def one_cluster_toml(spec: SiteSpec) -> str:
     (cluster,) = spec.clusters
     nodes = ", ".join(f'"{node}"' for node in cluster.nodes)
     rates = [f'rate = "{bps / 1e6:g}Mb/s"' for bps in (spec.ethernet_rate_bps, cluster.rate_bps)]
-    return (f'version = 1\n[ethernet]\n{rates[0]}\n[[cluster]]\nname = "all"\nkind = '
+    return (f'version = 2\n[ethernet]\n{rates[0]}\n[[cluster]]\nname = "all"\nkind = '
             f'"{cluster.kind}"\n{rates[1]}\n'
             f"nodes = [{nodes}]\n")
 

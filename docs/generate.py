@@ -32,10 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import holmes_ext
-from holmes_ext.cli.main import COMMANDS, Help, main, parser_of
+from holmes_ext.cli.main import Help, main, parser_of
+from holmes_ext.cli.main import commands as all_commands
+from holmes_ext.cluster import spec
 from holmes_ext.cluster.keys import KEYS
-from holmes_ext.cluster.spec import VERSIONS
-from holmes_ext.options import HELP, VARIABLES, Options, flag, variable
+from holmes_ext.options import default_of, flag, help_of, names, variable
+from holmes_ext.options import variables as environment_variables
 from holmes_ext.patches import all_patches
 from holmes_ext.patches.megatron.command_line import flags as megatron_flags
 from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
@@ -51,7 +53,7 @@ import tables  # noqa: E402
 from tables import table  # noqa: E402
 
 #: What certificates say of the model.
-MODEL_ERROR = ROOT / "holmes_ext" / "plan" / "search" / "model_error.json"
+MODEL_ERROR = ROOT / "holmes_ext" / "planner" / "search" / "model_error.json"
 _BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
 _RUN = re.compile(r"(<!-- run -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 _LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
@@ -74,19 +76,20 @@ PAGES = {
 
 def flags() -> str:
     """Every --holmes flag with its twin."""
-    defaults, rows = Options(), [("`--holmes`", "`HOLMES=1`", "",
+    rows = [("`--holmes`", "`HOLMES=1`", "",
                                   "switch it on; nothing is imported without it")]
-    for name, text in HELP.items():
+    for name in names():
+        text, value = help_of(name), default_of(name)
         page = f" ([more]({PAGES[name]}))" if name in PAGES else ""
-        text = re.sub(r" ?\(default:? [^)]*\)| \(default\)", "", text) if getattr(defaults, name) else text
-        default = f"`{getattr(defaults, name)}`" if getattr(defaults, name) else ""
+        text = re.sub(r" ?\(default:? [^)]*\)| \(default\)", "", text) if value else text
+        default = f"`{value}`" if value else ""
         rows.append((f"`{flag(name)}`", f"`{variable(name)}`", default, text + page))
     return table(("flag", "variable", "default", "value and what it does"), rows)
 
 
 def variables() -> str:
     """Variables that are no twins of flags."""
-    return table(("variable", "what it does"), ((f"`{name}`", text) for name, text in VARIABLES.items()))
+    return table(("variable", "what it does"), ((f"`{name}`", text) for name, text in environment_variables().items()))
 
 
 def features() -> str:
@@ -168,7 +171,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 def commands() -> str:
     """Every command with its options, as its --help has them."""
     parts = []
-    for name in COMMANDS:
+    for name in all_commands():
         top = parser_of(name)
         for parser in _parsers(top):
             title = parser.prog.removeprefix("holmes ")
@@ -215,26 +218,22 @@ def public() -> str:
             lines.append(f"- `{name}`" + (f": `{', '.join(sorted(own))}`" if own else ""))
         else:
             lines.append(f"- `{_signature(name, value)}`")
-    lines += ["\n## Flags and variables\n", f"`--holmes`, {', '.join(f'`{flag(name)}`' for name in HELP)};",
-              f"{', '.join(f'`{variable(name)}`' for name in HELP)}, "
-              f"{', '.join(f'`{name}`' for name in VARIABLES)}"]
+    lines += ["\n## Flags and variables\n", f"`--holmes`, {', '.join(f'`{flag(name)}`' for name in names())};",
+              f"{', '.join(f'`{variable(name)}`' for name in names())}, "
+              f"{', '.join(f'`{name}`' for name in environment_variables())}"]
     lines += ["\n## Commands and their options\n"]
-    for name in COMMANDS:
+    for name in all_commands():
         for parser in _parsers(parser_of(name)):
             words = sorted(word for one in parser._actions
                            for word in one.option_strings if word.startswith("--"))
             lines.append(f"- `{parser.prog}`: {', '.join(f'`{word}`' for word in words if word != '--help')}")
-    versions = {"plan.json": plan.VERSIONS, "telemetry's rank*.jsonl": telemetry_file.VERSION}
+    versions = {"plan.json": plan.VERSION, "telemetry's rank*.jsonl": telemetry_file.VERSION}
     lines += ["\n## Files, and the versions that are read\n",
-              f"- cluster.toml: {_numbers(VERSIONS)}; its keys:"
+              f"- cluster.toml: {spec.VERSION}; its keys:"
               f" {', '.join(f'`{key.table}{key.name}`' for key in KEYS)}"]
-    lines += [f"- {name}: {_numbers(value)}" for name, value in versions.items()]
+    lines += [f"- {name}: {value}" for name, value in versions.items()]
     lines += [f"- metrics: {', '.join(f'`{name}`' for name in FAMILIES)}"]
     return "\n".join(lines) + "\n\n"
-
-
-def _numbers(value: Any) -> str:
-    return ", ".join(map(str, value if isinstance(value, (tuple, list, set, frozenset)) else (value,)))
 
 
 #: Ending of a file -> what a page calls its language.

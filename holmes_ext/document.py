@@ -7,7 +7,8 @@ were read.
     name, rate = top.take("name", str), top.rate("rate")         one key at a time, then
     top.done()                                                   keys that nobody read are refused
     top.table("port").into(Port)                                 or a whole dataclass by its
-                                                                 fields' names and types
+                                                                 fields' names, types and
+                                                                 checks (checks.py)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from holmes_ext.checks import FieldError
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import parse_rate, parse_seconds
 from holmes_ext.words import nearest, why
@@ -65,11 +67,23 @@ class Table:
         what = f"; is {near!r} a misspelling of it?" if near else ""
         return HolmesError(f"{self.at(key)} is missing{what}")
 
-    def version(self, *known: int) -> None:
-        """Refuse other versions of the document than `known`."""
-        if (version := self.take("version", int)) not in known:
-            these = f"version{'s' * (len(known) > 1)} {' and '.join(map(str, known))}"
-            raise HolmesError(f"{self.at('version')} is {version}; this holmes_ext reads {these}")
+    def version(self, current: int, upgrade: str = "") -> None:
+        """Refuse a document whose key `version` is not the version that this holmes_ext reads.
+
+        Args:
+            current: The version that is read.
+            upgrade: What the user can do about an older version. It ends the message about one.
+
+        Raises:
+            HolmesError: the version is another one, or the key is missing or not a whole number.
+        """
+        version = self.take("version", int)
+        if version == current:
+            return
+        message = f"{self.at('version')} is {version}; this holmes_ext reads version {current}"
+        if upgrade and version < current:
+            message += f"; {upgrade}"
+        raise HolmesError(message)
 
     def take(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         """The value of `key`, of type `kind` (float takes whole numbers too, and is finite)."""
@@ -129,8 +143,9 @@ class Table:
     def into(self, cls: type[T], **given: Any) -> T:
         """The dataclass `cls` of this table: a key for each field that is not `given`, no others.
 
-        A field is a text, a number, a truth value, a dataclass, a tuple or dict of these, or `... | None`. A
-        HolmesError of `cls` itself is raised with the table's place in front.
+        A field is a text, a number, a truth value, a dataclass, a tuple or dict of these, or `... | None`.
+        Its annotation may say which values are allowed (checks.py). A HolmesError of `cls` itself is raised
+        with the table's place in front.
         """
         values = dict(given)
         every: tuple[tuple[str, Any, bool], ...] = _fields_of(cls)  # type: ignore[arg-type]
@@ -143,6 +158,8 @@ class Table:
         self.done()
         try:
             return cls(**values)
+        except FieldError as error:
+            raise HolmesError(f"{self.at(error.problem.field)} {error.problem}") from None
         except HolmesError as error:
             raise HolmesError(f"{self.source}: {f'key {self.path!r}: ' * bool(self.path)}{error}") from None
 

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from holmes_ext import banner, patches
+from holmes_ext import banner, extensions, patches
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.join import training
-from holmes_ext.join.patches import torch as joined
 from holmes_ext.options import Options, from_environment, options_from, parse_flags
 from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
@@ -26,11 +24,13 @@ from holmes_ext.patches.megatron.command_line.describe import (
 )
 from holmes_ext.patches.torch import fsdp
 from holmes_ext.patches.traits import engine_of
+from holmes_ext.plan import maker
 from holmes_ext.plan.experts import load_order
+from holmes_ext.plan.request import PlanRequest
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher
-from holmes_ext.runtime.start.rank import Request, start
+from holmes_ext.runtime.start.rank import start
 from holmes_ext.runtime.watch import failure, metrics, start_stop
 
 #: Environment variables before activation, to be put back by disable().
@@ -122,9 +122,7 @@ def enable_on_nodes(cluster: str | None) -> None:
 
 def disable() -> None:
     """Undo every patch and put the environment back; process groups that exist keep their transport."""
-    start_stop.stop()
-    joined.detach()
-    training.end("holmes was switched off")
+    start_stop.stop("holmes was switched off")
     patches.registry().undo()
     session.set_active(None)
     for name, value in _before.items():
@@ -140,12 +138,12 @@ def initialize_model_parallel() -> Callable[..., Any]:
     return drop_in.drop_in(enable)
 
 
-def asked_for(options: Options, argv: list[str]) -> Request:
+def asked_for(options: Options, argv: list[str]) -> PlanRequest:
     """What arguments and options ask for; HolmesError where they say too little, or without the GIL."""
     if lack := without_gil():
         raise HolmesError(f"{lack} (free-threaded), with which nobody tried holmes: {WITH_GIL}")
     engine = engine_of(describe(argv).framework, argv)
-    request = Request(options, overlap=overlaps(options.overlap, argv), engine=engine)
+    request = PlanRequest(options, overlap=overlaps(options.overlap, argv), engine=engine)
     said = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None
     request.sizes = said or sizes_from_arguments(argv)
     if not options.model:
@@ -155,34 +153,34 @@ def asked_for(options: Options, argv: list[str]) -> Request:
 
 def _start(options: Options, argv: list[str], trouble: HolmesError | None = None,
            counted: bool = True) -> None:
-    process, registry = launcher.detect(os.environ), patches.registry()
+    process = launcher.detect(os.environ)
+    registry = patches.registry()
     _before.update({name: os.environ.get(name) for name in _TOUCHED})
     if process.rank != 0:  # what is off and why is the same everywhere, or agree_on_patches() ends the job
         logging.getLogger("holmes_ext.patches").setLevel(logging.ERROR)
-    installed = ", ".join(map(" ".join, patches.installed_versions().items()))
+    installed = ", ".join(map(" ".join, patches.installed_versions(patches.core_patches()).items()))
     agreed = {"HOLMES_DISABLE": os.environ.get("HOLMES_DISABLE", ""), "installed frameworks": installed}
     config = ds_config.from_arguments(argv)
     if config is not None:
         agreed["content of the --deepspeed_config file"] = config.digest
-    joins: list[str] = []
+    extension_lines: list[str] = []
     told: metrics.Metrics | None = None
-    request = Request(options)
+    request = PlanRequest(options)
     try:
         try:
             request = asked_for(options, argv)
-            joins = training.request(options)
+            extension_lines = [*extensions.found().problems, *extensions.on_options(options)]
             if options.experts:
                 agreed["content of the --holmes-experts file"] = load_order(options.experts).digest
+            registry.add(patches.extension_patches(options))
             registry.enable_asked_for(options)
             request.options = replace(options, off=registry.switched_off())
             told = metrics.open_metrics(options, process)
         except HolmesError as error:
             trouble = trouble or error
         request.counted = counted
-        current, lines = start(request, process, agreed, trouble)
-        lines += joins
-        if joins:
-            joined.attach()
+        current, lines = start(request, maker, process, agreed, trouble)
+        lines += extension_lines
         if config is not None:
             lines += ds_config.checked(config, current)
     except BaseException:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from holmes_ext import extensions
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import did_you_mean, nearest
 
@@ -16,16 +17,10 @@ VARIABLES = {
     "HOLMES_DISABLE": "feature,...: leave these off (`holmes patches` lists the features)",
     "HOLMES_NODE": "the name of this node, in place of its host name",
     "HOLMES_SYSFS": "root of the /sys tree to read NICs from; `holmes lab` sets it",
-    "HOLMES_JOIN_TOKEN": "the token that `holmes join serve` printed",
-    "HOLMES_JOIN_TOKEN_FILE": "a file that holds it",
-    "HOLMES_JOIN_PORT": "the port on which local rank 0 listens for joined jobs; rank n takes the n-th after "
-                        "it",
-    "HOLMES_NCCL_SOURCE": "a checkout of NCCL, or its archive, for `holmes lab run --gpu` "
-                          "(default: ~/.cache/holmes_ext/nccl)",
-    "HOLMES_GPU_CACHE": "where the libraries of the emulated GPU are kept (default: ~/.cache/holmes_ext/gpu)",
-    "HOLMES_GPU_COMPILE": "off: torch.compile does nothing on emulated GPUs; else it traces and generates no "
-                          "code",
-    "HOLMES_GPU_UNTRIED": "1: emulated GPUs for a torch with which they were not tried",
+}
+#: Options that were removed -> what to do instead.
+REMOVED = {
+    "apart": "run joined jobs instead (docs/joined.md)",
 }
 PARTITIONS = ("uniform", "speed", "balanced")
 #: After --holmes-profile's file: end the job when it is written.
@@ -71,19 +66,6 @@ class Options:
         "1f1b (default): stages alternate forward and backward passes; auto: backward passes are split"
         " into input and weight gradients, in the order with the shortest step found within memory "
         "(DeepSpeed's pipeline engine, torch's schedules of one stage a rank)", ("1f1b", "auto"))
-    adapt: str = _option(
-        "on", "on (default): re-plans while the job runs, from measured steps and messages; all ranks switch "
-        "at the same step boundary: micro-batches in flight, how gradients are summed (GradientReducer, "
-        "DeepSpeed's overlapped reduction); tell: only reports what it would change; off: the plan stays "
-        "fixed", ("on", "tell", "off"))
-    apart: str = _option(
-        "off", "off (default), or N such as 2: when a data-parallel step takes N times as long as "
-        "without gradients between the clusters, they continue as joined jobs (--holmes-outer) and merge "
-        "again when the network allows it; losses differ (docs/adapt.md)")
-    restart: str = _option(
-        "tell", "tell (default): reports changes that need a restart, and their gain; auto: the job restarts "
-        "with them after its next checkpoint, under torchrun --max-restarts (layers of megatron-core's "
-        "stages; --holmes-adapt on)", ("tell", "auto"))
     edges: str = _option(
         "off", "off (default), bf16, or int8 (a scale for each row): activations and their gradients between "
         "pipeline stages on the slow network only", ("off", "bf16", "int8"))
@@ -126,37 +108,23 @@ class Options:
         "",
         "N or N,FILE: measure N steps after a warm-up and write FILE (default profile.json) for `holmes plan"
         " --profile`")
-    join: str = _option(
-        "", "NAME@HOST:PORT: this job's name in a run of several jobs, each on a cluster of its own, and "
-        "where their `holmes join serve` is; HOLMES_JOIN_TOKEN or HOLMES_JOIN_TOKEN_FILE has its token")
-    join_plain: str = _option(
-        "off",
-        "on: joined jobs do not encrypt; anyone on the path can read the weights and who joins (changes on"
-        " the path are detected). off (default): TLS 1.3 between hosts (extra `join`)", ("off", "on"))
-    join_certificate: str = _option(
-        "", "FILE: PEM with this job's certificate, its chain and its key, of a site's CA (default: made at "
-        "start, and bound to the token)")
-    join_ca: str = _option(
-        "", "FILE: PEM of that CA; all jobs and `holmes join serve` give one of the same CA")
-    join_ports: str = _option(
-        "", "PORT, FIRST-LAST, any (default) or none: where this job's ranks listen for other jobs; none: "
-        "they only call, and are reached through `holmes join serve`")
-    join_address: str = _option(
-        "", "HOST or HOST:PORT that other jobs call to reach this one: behind NAT, with port forwarding")
-    outer: str = _option(
-        "", "every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,...: how joined jobs update each "
-        "other (see docs/joined.md)")
     verbose: str = _option("off", "on: one line for every process group and the fabric it got", ("on", "off"))
     given: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
+    #: (name, value) of the options of extensions that were set; value() reads them.
+    extension_values: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name in NAMES:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise HolmesError(f"{flag(name)}: {value!r} is not a text")
-            if name in CHOICES and value not in CHOICES[name]:
-                raise HolmesError(f"{flag(name)}: {value!r} is not one of {', '.join(CHOICES[name])}")
+            _check_choice(name, value, CHOICES.get(name, ()))
+        for name, value in self.extension_values:
+            option = extensions.options()[name]
+            _check_choice(name, value, option.choices)
+            if refusal := option.check(value):
+                raise HolmesError(f"{flag(name)}: {value!r} {refusal}")
         bucket, timeout, patience = map(_decimal, (self.bucket or "1", self.timeout, self.patience))
         refused = {
             "partition": self.partition not in PARTITIONS and not self.stage_layers
@@ -164,8 +132,6 @@ class Options:
             "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
             "inflight": self.inflight not in ("auto", "off") and not self.inflight[:4].isdecimal()
             and "is none of auto, off and a number of micro-batches",
-            "apart": self.apart != "off" and not 1.1 <= _decimal(self.apart) <= 1000
-            and "is neither off nor a number, 1.1 or more",
             "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
             "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",
             "watchdog": self.watchdog != "off" and not self.watchdog_limits
@@ -234,18 +200,23 @@ class Options:
         return float(self.timeout)
 
     @property
-    def apart_from(self) -> float:
-        """Times the step of clusters by themselves, from which on they go apart; 0: never."""
-        return 0.0 if self.apart == "off" else float(self.apart)
-
-    @property
     def patience_s(self) -> float:
         return float(self.patience)
 
+    def value(self, name: str) -> str:
+        """Return the value of an option by its name, also of one that an extension has declared."""
+        if name in NAMES:
+            return str(getattr(self, name))
+        return dict(self.extension_values).get(name, extensions.options()[name].default)
+
     def agreed(self) -> dict[str, str]:
-        """What every rank must have been given alike."""
-        values = asdict(self)
-        return {name: values[name] for name in NAMES}
+        """Return the options that must be equal on all ranks."""
+        return {name: self.value(name) for name in names()}
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if choices and value not in choices:
+        raise HolmesError(f"{flag(name)}: {value!r} is not one of {', '.join(choices)}")
 
 
 HELP = {item.name: item.metadata["help"] for item in fields(Options) if item.metadata}
@@ -268,21 +239,66 @@ def variable(name: str) -> str:
     return f"HOLMES_{name.rstrip('_').upper()}"
 
 
-_BY_FLAG = {flag(name): name for name in NAMES}
+def names() -> tuple[str, ...]:
+    """Return the names of all options: of the core, then of the extensions."""
+    return (*NAMES, *extensions.options())
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables for users that are no twins of flags: name -> help text."""
+    return {**VARIABLES, **extensions.variables()}
+
+
+def help_of(name: str) -> str:
+    """Return the help text of an option."""
+    return HELP[name] if name in HELP else extensions.options()[name].help
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """Return the values that an option may have; () if it takes any text."""
+    if name in NAMES:
+        choices: tuple[str, ...] = CHOICES.get(name, ())
+        return choices
+    return extensions.options()[name].choices
+
+
+def default_of(name: str) -> str:
+    """Return the value of an option that is not given."""
+    return Options().value(name)
+
+
+def _by_flag() -> dict[str, str]:
+    return {flag(name): name for name in names()}
 
 
 def meant(word: str) -> str:
     """The flag of holmes that `word` is probably a misspelling of; "" where it is none."""
-    return nearest(word, _BY_FLAG, cutoff=0.85)
+    return nearest(word, _by_flag(), cutoff=0.85)
+
+
+def _removed_error(name: str, given_as: str) -> HolmesError:
+    """Return the error for a removed option.
+
+    Args:
+        name: The option's key in REMOVED.
+        given_as: How the user gave the option, such as "--holmes-apart".
+    """
+    return HolmesError(f"{given_as} was removed; {REMOVED[name]}")
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return name -> value of the options that environment variables set: "cluster" of HOLMES_CLUSTER, ...
 
     A variable that is empty counts as not set.
+
+    Raises:
+        HolmesError: the variable of a removed option is set.
     """
+    for name in REMOVED:
+        if environ.get(variable(name)):
+            raise _removed_error(name, given_as=variable(name))
     values = {}
-    for name in NAMES:
+    for name in names():
         value = environ.get(variable(name))
         if value:
             values[name] = value
@@ -296,8 +312,10 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
     arguments from a lone "--" on belong to the script.
 
     Raises:
-        HolmesError: a flag is unknown, lacks its value, or is given twice.
+        HolmesError: a flag is unknown or removed, lacks its value, or is given twice.
     """
+    by_flag = _by_flag()
+    removed_by_flag = {flag(name): name for name in REMOVED}
     values = from_environment(environ)  # name of an option, e.g. "cluster" -> its value
     seen: set[str] = set()  # flags so far
     rest: list[str] = []  # arguments of the script
@@ -319,24 +337,36 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
                 raise HolmesError(
                     f"{PREFIX} takes no value, so {item!r} cannot be read; write {PREFIX} alone")
             continue
-        option = _BY_FLAG.get(name, "")
+        if name in removed_by_flag:
+            raise _removed_error(removed_by_flag[name], given_as=name)
+        option = by_flag.get(name, "")
         if not option:
-            flags = [known_flag.removeprefix(f"{PREFIX}-") for known_flag in _BY_FLAG]
+            flags = [known_flag.removeprefix(f"{PREFIX}-") for known_flag in by_flag]
             suggestion = did_you_mean(name.removeprefix(f"{PREFIX}-"), flags, flag)
             raise HolmesError(f"{name} is not a flag of holmes; {suggestion}")
         if not equals:  # the next argument is the value
             value = next(items, "--")  # "--" at the end of `argv`, as if another flag followed
             if value.startswith("--"):
-                raise HolmesError(f"{name} needs a value: {HELP[option]}")
+                raise HolmesError(f"{name} needs a value: {help_of(option)}")
         values[option] = value
-    # given: names of the options with a value. off: features that are switched off; job.py fills it later.
-    return Options(**values, given=frozenset(values), off=frozenset()), rest
+    return _options(values), rest
 
 
 def options_from(**values: Any) -> Options:
-    """Options from enable()'s keyword arguments; an unknown one is named with its near miss."""
+    """Return the options for keyword arguments of enable(), e.g. cluster="c.toml".
+
+    Raises:
+        HolmesError: there is no option of that name; the message has the nearest one.
+    """
     for name in values:
-        if name not in NAMES:
-            raise HolmesError(f"enable({name}=...) is not an option of holmes; {did_you_mean(name, NAMES)}")
-    texts = {name: str(value) for name, value in values.items() if value is not None}
-    return Options(**texts, given=frozenset(texts), off=frozenset())
+        if name in REMOVED:
+            raise _removed_error(name, given_as=f"enable({name}=...)")
+        if name not in names():
+            raise HolmesError(f"enable({name}=...) is not an option of holmes; {did_you_mean(name, names())}")
+    return _options({name: str(value) for name, value in values.items() if value is not None})
+
+
+def _options(values: Mapping[str, str]) -> Options:
+    core: dict[str, Any] = {name: value for name, value in values.items() if name in NAMES}
+    others = tuple((name, value) for name, value in values.items() if name not in NAMES)
+    return Options(**core, given=frozenset(values), extension_values=others)

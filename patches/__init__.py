@@ -7,12 +7,16 @@
 
 import functools
 import importlib
+from collections.abc import Iterable
 
+from holmes_ext import extensions
+from holmes_ext.options import Options
 from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.engine.registry import Registry, disabled_features
 
 __all__ = [
-    "Feature", "Patch", "Registry", "all_patches", "disabled_features", "installed_versions", "registry",
+    "Feature", "Patch", "Registry", "all_patches", "core_patches", "disabled_features", "extension_patches",
+    "features", "installed_versions", "registry",
 ]  # fmt: skip
 
 _MODULES = {
@@ -31,26 +35,38 @@ _MODULES = {
 }  # fmt: skip
 
 
-def all_patches() -> tuple[Patch, ...]:
-    """Every patch that holmes knows. No framework is imported."""
+def core_patches() -> tuple[Patch, ...]:
+    """Return the patches that every job may use. No framework is imported."""
     names = [f".{framework}.{module}" for framework, modules in _MODULES.items() for module in modules]
-    joined = ("torch", "deepspeed", "transformers", "megatron")
-    names += [f"holmes_ext.join.patches.{name}" for name in joined]
     return tuple(patch for name in names for patch in importlib.import_module(name, __name__).PATCHES)
 
 
+def extension_patches(options: Options | None = None) -> tuple[Patch, ...]:
+    """Return the patches of the extensions that a job with these options uses; without options, of all."""
+    names = extensions.patch_modules(options)
+    return tuple(patch for name in names for patch in importlib.import_module(name).PATCHES)
+
+
+def all_patches() -> tuple[Patch, ...]:
+    """Return every patch of holmes and its extensions. No framework is imported."""
+    return (*core_patches(), *extension_patches())
+
+
 def features() -> tuple[str, ...]:
-    """Names of all features."""
-    return tuple(dict.fromkeys(patch.feature.name for patch in all_patches()))
+    """Return the names of all features, also those of extensions."""
+    return (*dict.fromkeys(patch.feature.name for patch in core_patches()), *extensions.features())
 
 
 @functools.cache
 def registry() -> Registry:
-    """The registry of this process, with every patch in it and none applied."""
-    return Registry(all_patches())
+    """Return the registry of this process, with every patch of the core in it.
+
+    job.py adds the patches of the extensions that the job uses.
+    """
+    return Registry(core_patches(), elsewhere=extensions.features())
 
 
-def installed_versions() -> dict[str, str]:
-    """Version of each patched framework that is installed, by name in order: the same on all ranks."""
-    versions = {patch.feature.requirement.name: patch.feature.installed() for patch in all_patches()}
+def installed_versions(patches: Iterable[Patch]) -> dict[str, str]:
+    """Return the version of each framework that patches change and that is installed, by name in order."""
+    versions = {patch.feature.requirement.name: patch.feature.installed() for patch in patches}
     return {name: version for name, version in sorted(versions.items()) if version}

@@ -20,7 +20,7 @@ TWO = ("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b[0-1]")
 
 def toml(*clusters: str, ethernet: str = "250Mb/s", **every: object) -> str:
     """The file's text."""
-    lines = ["version = 1", "[ethernet]", f'rate = "{ethernet}"']
+    lines = ["version = 2", "[ethernet]", f'rate = "{ethernet}"']
     for cluster in clusters or TWO:
         name, kind, rate, nodes, *more = cluster.split()
         keys = {"name": name, "kind": kind, **({} if rate == "-" else {"rate": rate})}

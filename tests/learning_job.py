@@ -3,6 +3,7 @@ benchmarks/adapt_simulated.py."""
 
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch.distributed as dist
@@ -11,10 +12,11 @@ from simulated_steps import step_of
 from stores import Client
 
 from holmes_ext.adapt.learning import Learning
-from holmes_ext.adapt.window import Stage
-from holmes_ext.options import Options
+from holmes_ext.options import Options, options_from
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
@@ -28,6 +30,11 @@ def step_s(passes):
     return 0.01 + max(span.end for of in passes.values() for span, _ in of.values())
 
 
+def options_with(**values: str) -> Options:
+    """Return options as if none of them was set on purpose."""
+    return replace(options_from(**values), given=frozenset())
+
+
 class SimulatedJob:
     """One whose ranks learn by real threads and votes. lines: what rank 0 said; documents: what it kept;
     patient: a step lasts until the ranks' threads have nothing to do, as a step of a second does; gone:
@@ -36,10 +43,10 @@ class SimulatedJob:
     def __init__(self, where, sizes, stage_of, patient=False, **options):
         self.patient, self.clock, self.gone = patient, 0.0, 0.0
         self.lines, self.documents, self.ranks, store = [], [], [], dist.HashStore()
-        plan, world = build_plan(where, sizes, options=Options(**options)), where.world_size
+        plan, world = build_plan(where, sizes, options=options_with(**options)), where.world_size
         for rank in range(world):
             process = Process(rank, world, 0, 1, "host", 1, "test")
-            current = Session(Options(**options), process, where, plan, rank, store=Client(store))
+            current = Session(options_with(**options), process, where, plan, rank, store=Client(store), maker=maker)
             recorder = SimpleNamespace(rank=rank, kind=lambda op: "pipeline", step=0, spans_on_device=False)
             self.ranks.append(Learning(
                 current, plan.sizes, "sockets", stage_of(rank), recorder, lambda store=store: Client(store),

@@ -9,10 +9,11 @@ from clusters import example
 from holmes_ext import banner
 from holmes_ext.cluster.site import Port, Site
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.workload import Workload
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.samples import examples
@@ -28,7 +29,7 @@ def no_patches(monkeypatch):
 
 def said(site=TURN, sizes=None, options=Options(), **more):
     plan = build_plan(site, sizes, options=options, **more)
-    return banner.describe(Session(options, Process(0, 4, 0, 1, "", 0, "test"), site, plan, 0))
+    return banner.describe(Session(options, Process(0, 4, 0, 1, "", 0, "test"), site, plan, 0, maker=maker))
 
 
 def test_without_sizes():

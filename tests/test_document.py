@@ -138,6 +138,9 @@ def test_version():
     for values, message in (({"version": 2}, "is 2; this holmes_ext reads version 1"), ({}, "is missing")):
         with pytest.raises(HolmesError, match=f"f: key 'version' {message}"):
             Table(values, "f").version(1)
+    for version, message in ((2, "reads version 3; write it again$"), (4, "reads version 3$")):
+        with pytest.raises(HolmesError, match=message):
+            Table({"version": version}, "f").version(3, "write it again")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Top-level modules of holmes_ext that are no room of their own.
 TOP = {
-    **dict.fromkeys(("errors", "words", "units", "document", "options"), "ground"),
+    **dict.fromkeys(("errors", "words", "units", "checks", "document", "options"), "ground"),
     **dict.fromkeys(("job", "banner"), "job"),
     **dict.fromkeys(("__init__", "__main__", "_pth"), "entry"),
 }

@@ -1,5 +1,6 @@
 import pytest
 
+from holmes_ext import extensions
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, from_environment, options_from, parse_flags
 
@@ -42,8 +43,6 @@ def test_after_a_lone_dash_dash_arguments_are_the_scripts():
         (["--holmes-partition", "best"],
          "'best' is not one of uniform, speed, balanced, nor layers of each stage"),
         (["--holmes-partition", "3,0"], "'3,0' is not one of"),
-        (["--holmes-apart", "on"], "neither off nor a number"),
-        (["--holmes-apart", "1"], "neither off nor a number"),
     ],
 )
 def test_bad_flags_are_named(argv, message):
@@ -58,6 +57,20 @@ def test_enable_options():
                                                         given=frozenset({"plan", "timeout"}))
     with pytest.raises(HolmesError, match="did you mean 'cluster'"):
         options_from(clusters="x")
+
+
+def test_removed_options_name_what_to_do_instead():
+    instead = "was removed; run joined jobs instead (docs/joined.md)"
+    for read, given_as in (
+        (lambda: parse_flags(["--holmes-apart", "2"], {}), "--holmes-apart"),
+        (lambda: parse_flags(["--holmes-apart=2"], {}), "--holmes-apart"),
+        (lambda: parse_flags([], {"HOLMES_APART": "2"}), "HOLMES_APART"),
+        (lambda: options_from(apart="2"), "enable(apart=...)"),
+    ):
+        with pytest.raises(HolmesError) as error:
+            read()
+        assert str(error.value) == f"{given_as} {instead}"
+    assert parse_flags([], {"HOLMES_APART": ""})[0] == Options()
 
 
 def test_twins_in_the_environment_are_values_of_flags():
@@ -75,7 +88,8 @@ def test_layers_of_each_stage():
 
 
 def test_agreed_lists_every_option():
-    assert set(Options().agreed()) == set(Options.__dataclass_fields__) - {"given", "off"}
+    core = set(Options.__dataclass_fields__) - {"given", "off", "extension_values"}
+    assert set(Options().agreed()) == core | set(extensions.options())
 
 
 def test_an_option_whose_name_is_a_word_of_python():

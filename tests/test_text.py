@@ -13,8 +13,8 @@ from functools import cache
 import pytest
 from test_docs import ROOT, generate
 
-from holmes_ext.cli.main import COMMANDS, parser_of
-from holmes_ext.options import NAMES, VARIABLES, flag, variable
+from holmes_ext.cli.main import commands, parser_of
+from holmes_ext.options import flag, names, variable, variables
 
 MADE = re.compile(r"<!-- (generated|run|lab|matrix)\b.*?<!-- /\1 -->", re.DOTALL)
 #: Between lines of ```, or indented, up to an empty line.
@@ -107,10 +107,10 @@ def wrong(line: str) -> str:
     own, theirs = (words[: words.index("--")], words[words.index("--"):]) if "--" in words else (words, [])
     flags = {word.partition("=")[0] for word in words if word.startswith("--")}
     for name in flags & {word for word in flags if word.startswith("--holmes")} - {"--holmes"}:
-        if name not in map(flag, NAMES):
+        if name not in map(flag, names()):
             return f"no flag {name}"
     if head == "holmes":
-        if len(words) > 1 and words[1] not in COMMANDS:
+        if len(words) > 1 and words[1] not in commands():
             return f"no command {words[1]}"
         missing = {word.partition("=")[0] for word in own if word.startswith("--")} - options(words[1])
         return f"no option {missing}" if missing and not theirs == words else ""
@@ -173,8 +173,8 @@ def test_jobs_on_pages_have_printed_something():
 
 
 def test_variables_on_pages_are_known():
-    known = {*map(variable, NAMES), *VARIABLES, "HOLMES"}
+    known = {*map(variable, names()), *variables(), "HOLMES"}
     for page in generate.pages():
-        names = set(re.findall(r"\bHOLMES_[A-Z_]+\b", page.read_text()))
+        found = set(re.findall(r"\bHOLMES_[A-Z_]+\b", page.read_text()))
         tests = {"HOLMES_TEST_FULL", "HOLMES_TEST_CRDS", "HOLMES_TEST_CARRIER"}
-        assert names <= known | tests | {"HOLMES_NAME"}, page
+        assert found <= known | tests | {"HOLMES_NAME"}, page

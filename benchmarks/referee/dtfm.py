@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.planner.search.space import divisors
+from holmes_ext.plan.sizes import divisors
 from referee.limited import run
 from referee.plans import PlannedJob, Stage
 from referee.sailor import Answer, put

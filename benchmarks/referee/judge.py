@@ -18,18 +18,19 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.traits import ENGINES
+from holmes_ext.plan.arrange.orders import launched
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.placement.orders import launched
 from holmes_ext.plan.rules import REDUCTIONS, rules_of
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.shape import Shape
+from holmes_ext.plan.sizes import Sizes, divisors
 from holmes_ext.planner.launch_flags import limited
 from holmes_ext.planner.search.fewer import best_use
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.search import search
 from holmes_ext.planner.search.simulated import timed
-from holmes_ext.planner.search.space import MICRO_BATCHES, Limits, Shape, divisors
+from holmes_ext.planner.search.space import MICRO_BATCHES, Limits
 from referee.plans import Grid
 from referee.scenes import LAB, Scene
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.search.space import divisors
+from holmes_ext.plan.sizes import Sizes, divisors
 
 
 @dataclass(frozen=True)

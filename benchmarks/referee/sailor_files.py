@@ -21,7 +21,7 @@ import numpy as np
 
 from holmes_ext.cluster.site import ETHERNET
 from holmes_ext.plan.cost.model import Gpu
-from holmes_ext.planner.search.space import divisors
+from holmes_ext.plan.sizes import divisors
 from referee.scenes import Scene
 
 GPUS = "A100-40", "V100-16"

@@ -17,6 +17,7 @@ from math import ceil
 from typing import Any
 
 from holmes_ext.adapt.edges import edges_of
+from holmes_ext.adapt.extension import wants_in_flight
 from holmes_ext.adapt.pipeline import (
     Change,
     PipelineEvaluator,
@@ -27,10 +28,9 @@ from holmes_ext.adapt.pipeline import (
     differ,
     measured,
 )
-from holmes_ext.adapt.reductions import RoundsApart, SumChange, SumEvaluator, Summed
+from holmes_ext.adapt.reductions import SumChange, SumEvaluator, Summed
 from holmes_ext.adapt.restart import why_not
 from holmes_ext.document import Table
-from holmes_ext.join.settings import apart_settings
 from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import walked_ends
@@ -41,7 +41,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import SOCKETS, Reduction
+from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime.measure.profile_file import merge
 from holmes_ext.runtime.session import Session
 
@@ -60,9 +60,7 @@ class Deciding:
         self.current, self.sizes, self.network_api = current, sizes, network_api
         self.tell, self.put = tell, put
         known = network_api, current.options, current.engine
-        outer = apart_settings(current.options)
-        rounds = RoundsApart(outer.every, outer.fragments, outer.delay) if outer is not None else None
-        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known, rounds)
+        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known)
         self._edges: dict[int, float] = {}
         self._told: set[str] = set()
         self._busy: list[float] = []  # of the stages, when layers and model were last looked at
@@ -93,16 +91,14 @@ class Deciding:
             if summed := self._summed(answered, learned):
                 change = sums = self.sums.next(plan, summed, step_s)
                 self._tell_ended(self.sums.trials)
-                if reason := summed[0].why_not_apart:
-                    self._tell_once("--holmes-apart is left off:", reason)
                 if sums is not None:
-                    self._taken = partial(self._takes_sums, sums, plan, summed)
+                    self._taken = partial(self.sums.taken, sums, plan, summed)
         if change is None and self._restart is not None and not (self.evaluator.trials.running
                                                                  or self.sums.trials.running):
             change, self._taken = self._restart, self._restarts
         if change is None:
             return none
-        if self.current.options.adapt == "tell":
+        if self.current.options.value("adapt") == "tell":
             self._tell_change(change)
             return none
         at = step + max(LEAD, 1 + ceil(LEAD_S / step_s))
@@ -112,12 +108,6 @@ class Deciding:
     def taken(self) -> None:
         """All ranks go on with what was proposed last."""
         self._taken()
-
-    def _takes_sums(self, change: SumChange, plan: Plan, summed: list[Summed]) -> None:
-        self.sums.taken(change, plan, summed)
-        if change.together:
-            times = f"a step will take {change.then_s:.4g} s, apart it took {change.now_s:.4g}"
-            self.tell(f"the clusters are one job again: {times}")
 
     def _restarts(self) -> None:
         self._restart, self._will_restart = None, True
@@ -149,11 +139,9 @@ class Deciding:
             busy = {name: min(window["busy"][name] for window in windows if name in window["busy"])
                     for name in names}
             summed.append(Summed(
-                Table(windows[0]["way"], "report").into(Reduction),
+                Table(windows[0]["way"], "report").into(ReductionSpec),
                 max(window["bytes"] for window in windows), min(window["seconds"] for window in windows),
-                min(window["exposed"] for window in windows), busy, end_s - min(ends),
-                max(window["why_not_apart"] for window in windows),
-                min(window["round_s"] for window in windows)))
+                min(window["exposed"] for window in windows), busy, end_s - min(ends)))
         return summed
 
     def _decided_edges(self, learned: Plan) -> tuple[float, ...]:
@@ -205,7 +193,7 @@ class Deciding:
         if better is None or self._will_restart:
             return
         why = ""
-        if options.restart == "auto" and options.adapt == "on":
+        if options.value("restart") == "auto" and options.value("adapt") == "on":
             why = why_not(self.current.process, options, self.current.engine, os.environ)
             if not why:
                 self._restart = better
@@ -216,12 +204,6 @@ class Deciding:
         if what not in self._told:
             self._told.add(what)
             self.tell(f"{what} {brings}")
-
-
-def wants_in_flight(current: Session) -> bool:
-    """Whether the options leave the micro-batches in flight to be changed, and the engine can."""
-    options = current.options
-    return options.inflight == "auto" and current.engine.can("in-flight", options.off)
 
 
 def change_of(proposal: dict[str, Any]) -> Changes:

@@ -20,17 +20,18 @@ from collections.abc import Callable
 from typing import Any
 
 from holmes_ext.adapt import restart
-from holmes_ext.adapt.deciding import Deciding, change_of, wants_in_flight
+from holmes_ext.adapt.deciding import Deciding, change_of
 from holmes_ext.adapt.pipeline import Restart
 from holmes_ext.adapt.reductions import SumChange
 from holmes_ext.adapt.sums import SumWindow, fits
 from holmes_ext.adapt.vote import KEEP, TAKE, Boundary, Stopped, Vote
-from holmes_ext.adapt.window import Stage, Window
-from holmes_ext.join.settings import apart_settings
+from holmes_ext.adapt.window import Window
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import VERBS
 from holmes_ext.runtime.measure import telemetry
+from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.start.left_layers import leave_layers
 from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect
 from holmes_ext.words import tell_user
 
@@ -73,7 +74,7 @@ class Learning:
         if isinstance(change, Restart):
             self._restart_after = restart.checkpoints()
             if self.current.rank == 0:
-                restart.leave_layers(self.current.store, change.partition, self.sizes)
+                leave_layers(self.current.store, change.partition, self.sizes)
                 self.tell(f"the job starts again after its next checkpoint: {change.text} {change.brings}")
         elif change is not None:
             sums = isinstance(change, SumChange)
@@ -146,7 +147,8 @@ class Learning:
             item = self._steps.get()
             if item is None:
                 raise Stopped
-            if item[0] >= first and sums.step(*item[3:]):
+            if item[0] >= first:
+                sums.step(*item[3:])
                 window.step(*item[1:])
                 count += 1
         return {**window.report(), "sums": sums.report()}
@@ -154,8 +156,7 @@ class Learning:
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
         change = change_of(proposal)
         current = self.current
-        outer = apart_settings(current.options)
-        if isinstance(change, SumChange) and not fits(change, self.recorder, outer.fragments if outer else 1):
+        if isinstance(change, SumChange) and not fits(change, self.recorder):
             return False
         if isinstance(change, Restart) and restart.why_not(current.process, current.options, current.engine,
                                                            os.environ):
@@ -187,7 +188,7 @@ def begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api: 
 def _begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api: str,
                 describe: Callable[[], Stage]) -> None:
     recorder = telemetry.recorder
-    if not wanted(current) or recorder is None:
+    if recorder is None:
         return
     if _Running.key != (sizes, micro_batches):
         if _Running.learning is None:
@@ -222,14 +223,8 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
         _begin_step(current, sizes, 1, network_api, lambda: Stage("torch", 0, 1, 1, {}, {current.rank: 0}))
 
 
-def wanted(current: Session) -> bool:
-    """Whether the options ask for it, and leave it something to change."""
-    options, engine = current.options, current.engine
-    able = wants_in_flight(current) or engine.can("two-level", options.off)
-    return options.adapt != "off" and able and not options.profile and current.store is not None
-
-
-def stop() -> None:
+def on_stop(reason: str) -> None:
+    """End the learning of this process, as a hook of the extension."""
     if _Running.learning is not None:
         _Running.learning.join()
     _Running.learning, _Running.key, _Running.reducer, _Running.starts = None, None, None, 0

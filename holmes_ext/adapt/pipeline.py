@@ -21,12 +21,12 @@ from holmes_ext.options import Options
 from holmes_ext.plan import partition
 from holmes_ext.plan.cost.pipeline import SETTLED, WORTH_MORE, walked_ends
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.cost.workload import StageLoad, passes_s
 from holmes_ext.plan.decide import decisions
 from holmes_ext.plan.decisions import Decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile
+from holmes_ext.plan.workload import StageLoad, passes_s
 
 #: Parts of a step: that a change must be predicted to bring; that it must have brought to stay; that a
 #: restart must bring to be told. OTHER: part by which a pass or an edge must differ to count as another;

@@ -24,28 +24,22 @@ from holmes_ext.plan.decide import decisions
 from holmes_ext.plan.decisions import Decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.units import format_bytes
-
-#: Clusters that are apart come back below so much of what made them go.
-BACK = 0.8
 
 
 @dataclass(frozen=True)
 class Summed:
     """What the ranks of a stage measured of a step's sums. reduction: how they went; size: bytes of a rank;
     seconds: that they were under way; exposed_s: that the program stood still for them; busy: network ->
-    seconds in which it carried them; end_s: of the stage's last backward pass, after the first one's;
-    why_not_apart: why clusters cannot go on by themselves; round_s: of a sum across, while they do."""
+    seconds in which it carried them; end_s: of the stage's last backward pass, after the first one's."""
 
-    reduction: Reduction
+    reduction: ReductionSpec
     size: float
     seconds: float
     exposed_s: float
     busy: Mapping[str, float] = field(default_factory=dict)
     end_s: float = 0.0
-    why_not_apart: str = ""
-    round_s: float = 0.0
 
     @property
     def two_levels(self) -> bool:
@@ -57,8 +51,8 @@ class SumChange:
     """From one way of every stage to sum `size` bytes to another. now_s, then_s: seconds of a step, measured
     and predicted; back: a change is taken back."""
 
-    before: tuple[Reduction, ...]
-    after: tuple[Reduction, ...]
+    before: tuple[ReductionSpec, ...]
+    after: tuple[ReductionSpec, ...]
     size: float
     now_s: float
     then_s: float
@@ -69,9 +63,7 @@ class SumChange:
         """What tells it from others: sizes of buckets and chunks that are about the same count as one."""
         return tuple(map(self._key, self.after))
 
-    def _key(self, reduction: Reduction) -> tuple[Any, ...]:
-        if reduction.apart:
-            return (reduction.apart,)
+    def _key(self, reduction: ReductionSpec) -> tuple[Any, ...]:
         if in_two_levels(reduction, self.size):
             return True, reduction.across, round(log2(reduction.chunk_bytes))
         return False, None, round(log2(reduction.bucket_bytes))
@@ -83,11 +75,6 @@ class SumChange:
         return replace(plan, traffic=traffic, basis=MEASURED)
 
     @property
-    def together(self) -> bool:
-        """Whether clusters that were apart come back."""
-        return self.before[0].apart > 0 == self.after[0].apart
-
-    @property
     def text(self) -> str:
         pairs = zip(self.after, self.before)
         stage = next(stage for stage, (now, before) in enumerate(pairs) if now != before)
@@ -96,14 +83,12 @@ class SumChange:
                 f"{reduction_text(self.before[stage], self.size)})")
 
 
-def in_two_levels(reduction: Reduction, size: float) -> bool:
+def in_two_levels(reduction: ReductionSpec, size: float) -> bool:
     return bool(reduction.clusters) and size >= reduction.two_level_from
 
 
-def reduction_text(reduction: Reduction, size: float) -> str:
+def reduction_text(reduction: ReductionSpec, size: float) -> str:
     """Of `size` bytes."""
-    if reduction.apart:
-        return f"inside each cluster only, weights averaged across in rounds of {reduction.apart} steps"
     if not in_two_levels(reduction, size):
         return f"in one ring, in buckets of {format_bytes(reduction.bucket_bytes)}"
     route = f" by {reduction.across.algorithm}" if reduction.across is not None else ""
@@ -140,7 +125,7 @@ def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[
                     yield load.fabric.name, load.price.scaled(2)
 
 
-def _ring(sums: Sums, reduction: Reduction, size: float) -> Price:
+def _ring(sums: Sums, reduction: ReductionSpec, size: float) -> Price:
     """One bucket after the other."""
     once = sums.flat.once
     return replace(once, latency_s=once.latency_s * max(1, ceil(size / reduction.bucket_bytes)))
@@ -154,70 +139,16 @@ def _by_size(plan: Plan, network_api: str, options: Options, engine: EngineTrait
     return {size: decisions(sized_plan, network_api, options, engine) for size, sized_plan in plans.items()}
 
 
-@dataclass(frozen=True)
-class RoundsApart:
-    """What --holmes-outer says: every fragment crosses once in `every` steps, hidden by `delay` of them."""
-
-    every: int
-    fragments: int
-    delay: int
-
-    def exposed_s(self, sum_s: float, step_s: float) -> float:
-        """Of each step of step_s, where a sum of all weights across takes sum_s."""
-        return max(0.0, sum_s / self.fragments - self.delay * step_s) * self.fragments / self.every
-
-
 class SumEvaluator:
-    """Of one job. network_api: of its data-parallel groups; rounds: of clusters by themselves."""
+    """Of one job. network_api: of its data-parallel groups."""
 
-    def __init__(self, network_api: str, options: Options, engine: EngineTraits,
-                 rounds: RoundsApart | None = None):
-        self.known, self.rounds = (network_api, options, engine), rounds
+    def __init__(self, network_api: str, options: Options, engine: EngineTraits):
+        self.known = network_api, options, engine
         self.trials = Trials()
-        self._whole: tuple[tuple[Reduction, ...], float] = (), 0.0  # before it went apart; hidden seconds
 
     def next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
         """What to change now, in a job whose steps take step_s with `plan`."""
-        if summed[0].reduction.apart:
-            return self._back(summed, step_s)
         learned = measured_networks(plan, *self.known, summed)
-        change, apart = self._next(plan, learned, summed, step_s), self._apart(learned, summed, step_s)
-        enough = change is not None and (change.back or not self._too_long(change.then_s, apart))
-        return change if enough or apart is None else apart
-
-    def _too_long(self, step_s: float, apart: SumChange | None) -> bool:
-        """Whether a step of step_s takes at least apart_from (Options) times one after the change `apart`."""
-        return apart is not None and step_s >= self.known[1].apart_from * apart.then_s
-
-    def _apart(self, learned: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
-        """To clusters by themselves, where a step takes so many times what it would take then."""
-        stage_sums, *others = summed
-        if self.rounds is None or others or stage_sums.why_not_apart or self.trials.running is not None:
-            return None
-        decided = _by_size(learned, *self.known, summed)[stage_sums.size]
-        loads = [load for sums in decided.prices.sums(decided.placement, 0) if sums.both is not None
-                 for load in sums.both.insides]
-        inside_s = max((load.price.scaled(2).seconds(stage_sums.size) for load in loads), default=0.0)
-        then_s = step_s - min(stage_sums.exposed_s, stage_sums.seconds - inside_s)
-        then_s += self.rounds.exposed_s(stage_sums.seconds, then_s)
-        apart = replace(stage_sums.reduction, apart=self.rounds.every)
-        change = SumChange((stage_sums.reduction,), (apart,), stage_sums.size, step_s, then_s)
-        refused = self.trials.refused(change.key, _figures(learned, summed))
-        return change if self._too_long(step_s, change) and not refused else None
-
-    def _back(self, summed: Sequence[Summed], step_s: float) -> SumChange | None:
-        """To sums over all clusters again, where the last round says that such a step takes less."""
-        (stage_sums,), (before_apart, hidden_s) = summed, self._whole
-        ended = self.trials.end(_rest(summed, step_s), step_s)
-        together_s = step_s + max(0.0, stage_sums.round_s - hidden_s)
-        most_s = BACK * self.known[1].apart_from * step_s
-        if ended is None and not 0 < stage_sums.round_s <= hidden_s + most_s - step_s:
-            return None
-        apart = (stage_sums.reduction,)
-        return SumChange(apart, before_apart, stage_sums.size, step_s, together_s, back=True)
-
-    def _next(self, plan: Plan, learned: Plan, summed: Sequence[Summed],
-              step_s: float) -> SumChange | None:
         figures, current = _figures(learned, summed), tuple(stage_sums.reduction for stage_sums in summed)
         size = max(stage_sums.size for stage_sums in summed)
         if (back := self.trials.end(_rest(summed, step_s), step_s)) is not None:
@@ -235,7 +166,7 @@ class SumEvaluator:
         return None if then_s > step_s * (1 - GAIN) or self.trials.refused(change.key, figures) else change
 
     def _best(self, decided: Decisions, before: Decisions, stage: int,
-              stage_sums: Summed) -> tuple[Reduction, float]:
+              stage_sums: Summed) -> tuple[ReductionSpec, float]:
         """How the rules of the start let a stage sum, and the predicted seconds. The current way, and its
         measured seconds, where the new one is no faster, or sums in two levels over other networks inside
         clusters than the current plan's, for which the groups were built. decided: of the learned plan;
@@ -253,11 +184,7 @@ class SumEvaluator:
 
     def taken(self, change: SumChange, plan: Plan, summed: Sequence[Summed]) -> None:
         """All ranks go on with it; it was decided on what was `summed`."""
-        if change.together:
-            return
         figures = _figures(measured_networks(plan, *self.known, summed), summed)
-        if change.after[0].apart:
-            self._whole = change.before, summed[0].seconds - summed[0].exposed_s
         self.trials.begin(change, figures, _rest(summed, change.now_s))
 
 

@@ -9,14 +9,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 from holmes_ext.options import Options
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.store import awaited, put_in
 
@@ -24,7 +21,6 @@ from holmes_ext.runtime.start.store import awaited, put_in
 STATUS = 75
 #: Seconds that a rank waits for the others where it ends.
 ALL_S = 60.0
-_KEY = "holmes/restart"
 
 
 class _Saved:
@@ -53,19 +49,6 @@ def why_not(process: Process, options: Options, engine: EngineTraits, environ: M
         f"torchrun has done its {most} restarts": int(count) >= int(most),
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def leave_layers(store: Any, layers: str, sizes: Sizes) -> None:
-    """For the next start of a job of `sizes`: layers of each stage, as --holmes-partition has them."""
-    store.set(_KEY, json.dumps({"partition": layers, "sizes": asdict(sizes)}))
-
-
-def left_layers(store: Any) -> tuple[str, Sizes | None]:
-    """What the start before left; "" where it left nothing."""
-    if not store.check([_KEY]):
-        return "", None
-    left = json.loads(store.get(_KEY))
-    return left["partition"], Sizes(**left["sizes"])
 
 
 def leave(store: Any, prefix: str, world: int) -> NoReturn:

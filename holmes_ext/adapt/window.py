@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.units import union_s
 
@@ -28,28 +29,6 @@ def waited_s(sums: Sequence[Op], spans: Sequence[tuple[str, float, float]]) -> f
     """Seconds that the program stood still for sums of gradients; on a GPU, where a stream of its own
     launches them, in spans of the compute stream."""
     return sum(op.waited for op in sums) + sum(end - begin for kind, begin, end in spans if kind == "reduce")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What an engine tells of this rank's part of the pipeline. labels: of its layers: "before" the first
-    block, the number of a block (from 0, over the model), "after" the last; gradient_bytes: of each label.
-    stages: of each rank of the pipeline, by (renumbered) rank."""
-
-    framework: str
-    stage: int
-    tensor: int
-    micro_batches: int
-    gradient_bytes: dict[str | int, float]
-    stages: dict[int, int]
-
-    @property
-    def blocks(self) -> list[int]:
-        return [label for label in self.gradient_bytes if isinstance(label, int)]
-
-    @property
-    def neighbours(self) -> list[int]:
-        return [rank for rank, stage in self.stages.items() if abs(stage - self.stage) == 1]
 
 
 @dataclass

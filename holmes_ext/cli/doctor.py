@@ -168,7 +168,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     findings += [*frameworks.check_stock_versions(), *frameworks.check_others()]
     findings += frameworks.check_compilers(environ) if live else []
     findings += check_command(words, spec, os.environ) if words else []
-    versions = {"Python": platform.python_version(), "holmes_ext": __version__, **installed_versions()}
+    versions = {"Python": platform.python_version(), "holmes_ext": __version__, **installed_versions(all_patches())}
     node_nccl = nccl_of_node(environ, nics)
     ethernet = egress_interface("127.0.0.1") if live else ""
     node = NodeReport(node_name(os.environ), node_identity(), ethernet, nics, nccl=node_nccl)

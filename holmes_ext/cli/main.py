@@ -16,24 +16,25 @@ import select
 import sys
 import time
 
-from holmes_ext import __version__
+from holmes_ext import __version__, extensions
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.words import did_you_mean, nearest
 
-#: Command -> its module.
-COMMANDS = {
+#: Command -> its module. Extensions add others.
+_COMMANDS = {
     "discover": "holmes_ext.cli.discover",
     "doctor": "holmes_ext.cli.doctor",
     "plan": "holmes_ext.cli.plan",
     "probe": "holmes_ext.cli.probe",
-    "lab": "holmes_lab.cli.lab",
-    "demo": "holmes_lab.cli.demo",
     "examples": "holmes_ext.cli.examples",
-    "join": "holmes_ext.join.cli",
     "patches": "holmes_ext.cli.patches",
     "report": "holmes_ext.cli.report",
     "tune": "holmes_ext.cli.tune",
 }
+#: Order of the commands in `holmes --help`; those that are not here come after them.
+_ORDER = ("discover", "doctor", "plan", "probe", "lab", "demo", "examples", "join", "patches", "report", "tune")
+#: Commands of packages that may be missing: command -> package, and how to install it from a clone.
+_ELSEWHERE = dict.fromkeys(("lab", "demo"), ("holmes_lab", "pip install ./lab"))
 #: What `holmes` alone prints.
 FIRST = """\
 holmes: one LLM training job over several GPU clusters whose NICs differ. What to do first:
@@ -126,21 +127,45 @@ def _reader_has_gone() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+def commands() -> dict[str, str]:
+    """Return all commands, in the order in which `holmes --help` lists them: name -> module.
+
+    Raises:
+        HolmesError: two extensions have the same command, or one has a command of holmes itself.
+    """
+    added = extensions.commands()
+    for name in _COMMANDS:
+        if name in added:
+            raise HolmesError(f"an extension has the command {name!r} of holmes itself; uninstall it")
+    every = {**_COMMANDS, **added}
+    return dict(sorted(every.items(), key=lambda item: _rank(item[0])))
+
+
+def _rank(name: str) -> int:
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
+
+
 def _parse(argv):
     command = argv[0] if argv and not argv[0].startswith("-") else None
-    if command is not None and command not in COMMANDS:
-        raise HolmesError(f"there is no command {command!r}; {did_you_mean(command, COMMANDS)}")
+    known = commands()
+    for problem in extensions.found().problems:
+        print(f"holmes: {problem}", file=sys.stderr)
+    if command in _ELSEWHERE and command not in known:
+        package, install = _ELSEWHERE[command]
+        raise HolmesError(f"holmes {command} needs the package {package}: {install} (in a clone of holmes_ext)")
+    if command is not None and command not in known:
+        raise HolmesError(f"there is no command {command!r}; {did_you_mean(command, known)}")
     parser = _Parser(prog="holmes", description="One LLM training job over several GPU clusters whose NICs "
                                                 "differ.")
     parser.add_argument("--version", action="version", version=f"holmes_ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in [command] if command else COMMANDS:
+    for name in [command] if command else known:
         _add(name, subparsers)
     return parser.parse_args(argv)
 
 
 def _add(name: str, subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    module = importlib.import_module(COMMANDS[name])
+    module = importlib.import_module(commands()[name])
     module.add_parser(subparsers)
     added = subparsers.choices[name]
     added.set_defaults(run=module.run)

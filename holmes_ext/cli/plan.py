@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
-from collections.abc import Iterable
-from dataclasses import Field, fields, replace
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
+from holmes_ext.cli.parts import command_parts
 from holmes_ext.cli.show.matrix import show_wan
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.cli.show.training import training_of
+from holmes_ext.cli.show.training import Training, training_of
 from holmes_ext.cluster.site import Site, site_from_spec
-from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.sources.hostlist import expand, folded, runs
+from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
+from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.build import build_plan, costs_of
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.stages import estimate, predict
-from holmes_ext.plan.cost.workload import Workload
+from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
+from holmes_ext.plan.partition import METHODS
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import LOCAL
-from holmes_ext.planner.html.plan_pictures import draw_partitions
-from holmes_ext.planner.search.as_plan import times
-from holmes_ext.planner.show import experts, explain, search, search_table, subset
+from holmes_ext.plan.workload import Workload
+from holmes_ext.words import some_of
 
-_NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 _ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a
 training command after --, for sizes, or searched for a model."""
 _EPILOG = """\
@@ -54,98 +52,149 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help=what, description=_ABOUT, epilog=_EPILOG)
     add = parser.add_argument
     add("--cluster", metavar="FILE", help="cluster.toml")
+    add("--nodelist", metavar="LIST", help="with --cluster: only these of the file ($SLURM_JOB_NODELIST)")
     add("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')
     for name in ("pipeline", "tensor", "context", "expert"):
         add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
     add("--order", metavar="O", help="axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
+    add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
+    add("--for", dest="framework", choices=tuple(ENGINES),
+        help="plan for what this framework can do (default: the one whose flags the command line has)")
     add("--output", metavar="FILE", help="write plan.json: of the sizes given, or the best plan found")
     add("--json", action="store_true", help="print the plan as JSON instead of the table")
+    add("command", nargs="*", metavar="-- COMMAND",
+        help="a Megatron or DeepSpeed command line that names the model; its sizes are your layout")
     add = parser.add_argument_group(
         "what the model computes and sends (nominal values unless given)").add_argument
     add("--workload", metavar="FILE", help="TOML with such keys (forward_seconds = 0.03, ...)")
     for field in fields(Workload):
         about = field.metadata
         add(f"--{about['option']}", dest=field.name, type=_kind(field), metavar="N", help=about["help"])
-    explain.add_arguments(parser)
-    experts.add_arguments(parser)
-    search.add_arguments(parser)
-    subset.add_arguments(parser)
+    add = parser.add_argument_group("layers of each stage").add_argument
+    add("--model", metavar="FILE", help="the model as TOML (examples/models), not a nominal one")
+    add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N")
+    add("--partition", choices=METHODS, default="uniform",
+        help="as the framework splits them, by the Holmes paper's formula, or for the least predicted step "
+             "(default: uniform)")
+    add("--alpha", type=float, default=1.0, metavar="X",
+        help="the paper's alpha, for --partition speed (default: 1)")
+    add("--overlap", choices=("on", "off"), default="on",
+        help="gradients are reduced under the last backward, as --holmes-overlap auto does (default: on)")
+    add("--inflight", choices=("auto", "off"), default="auto",
+        help="micro-batches in flight that hide edges, as under --holmes-inflight auto, or off")
+    add("--passes", choices=("auto", "1f1b"), default="1f1b",
+        help="auto: backward passes in two, as under --holmes-passes auto")
+    for part in command_parts("plan"):
+        part.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print (or write) the plan. 0: nothing straddles; 1: some group does. HolmesError on bad input."""
-    if subset.wanted(args):
-        return subset.run(args)
+    """Print (or write) the plan of the given sizes, unless the arguments ask an extension for more.
+
+    Returns:
+        The exit status: 0 if no group straddles networks, 1 if one does.
+
+    Raises:
+        HolmesError: the input is bad.
+    """
+    for part in command_parts("plan"):
+        status: int | None = part.run(args)
+        if status is not None:
+            return status
+    return show_given_sizes(given_sizes(args, *inputs(args)), args)
+
+
+def inputs(args: argparse.Namespace) -> tuple[SiteSpec, Training]:
+    """Read cluster.toml, and what is to be trained."""
     if not args.cluster:
         raise HolmesError("the following arguments are required: --cluster (see holmes plan --help)")
     spec = load_spec(args.cluster)
     if args.nodelist:
-        spec = subset.only(spec, args.nodelist, "--nodelist")
+        spec = only(spec, args.nodelist, "--nodelist")
+    return spec, training_of(args, spec)
+
+
+def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
+    """Return the clusters with the listed nodes alone.
+
+    Raises:
+        HolmesError: the file does not know a node of the list, which `flag` gave.
+    """
+    names = expand(listed, flag)
+    if strangers := [name for name in names if not spec.known_as(name)]:
+        raise HolmesError(
+            f"{flag}: {spec.source} does not know {some_of(strangers, 4)}; add it to a cluster's nodes")
+    return spec.only({spec.known_as(name) for name in names})
+
+
+@dataclass(frozen=True)
+class GivenSizes:
+    """Plan of the parallel sizes that the user gave, and what it costs."""
+
+    spec: SiteSpec
+    site: Site  # with the rates that were measured
+    network: Network
+    job: Training
+    plan: Plan
+    costs: StageCosts | None  # of a model or profile; None for a nominal model
+    step: Estimate | None  # None where the sizes are unknown
+    nominal: bool  # neither a model, nor a profile, nor a workload was given
+
+
+def given_sizes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> GivenSizes:
+    """Plan the sizes that the arguments or the command line give."""
     site, links = site_from_spec(spec), Links.of_spec(spec)
-    measured = links.site(site)
-    job = training_of(args, spec)
-    if args.experts:
-        return experts.run(args, build_plan(site, job.sizes, _workload(args), links=links))
-    search.check_pictures(args, job)
-    if search.wanted(args):
-        return search.run(args, spec, job)
-    sizes, model, workload = job.sizes, job.model, _workload(args)
+    model, given_workload = job.model, workload(args)
     profile = load_profile(args.profile) if args.profile else None
     known = model or profile
-    if (args.explain or args.picture) and known is None:
-        advice = "give --model FILE (examples/models has some) or --profile FILE"
-        raise HolmesError(f"--explain and --picture need to know the model: {advice}")
-    if known is not None and workload is not None:
+    if known is not None and given_workload is not None:
         conflict = "--model or --profile says what the model computes and sends"
         raise HolmesError(f"{conflict}; give it or --workload (--gradient-bytes, ...), not both")
     how = args.partition, model, args.alpha, job.overlap, (), profile, links, job.options
-    plan = build_plan(site, sizes, workload, *how, engine=job.engine)
-    alone, network = None, Network(site, links)
-    if model is not None and profile is None and plan.sizes is not None:
-        alone = search.alone(plan, network, job, model)
-        plan = replace(plan, predicted=plan.predicted | times(alone, alone.best))
-    starts = search_table.launches_of(alone, args, job) if alone else {}
-    if args.output:
-        plan.save(args.output)
-    costs = prices = None
+    plan = build_plan(site, job.sizes, given_workload, *how, engine=job.engine)
+    network = Network(site, links)
+    costs = step = None
     if plan.sizes is not None:
         rules = rules_of(job.engine, job.options, job.direct)
         prices = Prices(network, RankModel.of_workload(plan.workload, plan.sizes), rules)
         placement = network.placement(plan.nodes, plan.sizes)
         if known is not None:
             costs = costs_of(prices, placement, model, profile, job.overlap)
-    if (args.explain or args.picture) and costs is None:
-        raise HolmesError("--explain needs the parallel sizes: give --sizes pipeline=N")
-    estimates = explain.outcomes(costs, args.alpha) if costs and (args.explain or args.picture) else {}
-    if costs and args.picture:
-        draw_partitions(costs, estimates, args.picture)
-    if costs and args.explain and args.json:
-        print(json.dumps(explain.document(costs, estimates)))
-    elif args.json:
-        sys.stdout.write(plan.to_json())
-    else:
-        step = None
-        job.show(Screen())
-        if costs is not None:
             step = predict(costs, plan.stage_layers or uniform(costs.blocks, costs.stages))
-        elif prices is not None:
+        else:
             by_stage = prices.costs(placement)
             step = estimate(by_stage, (1,) * by_stage.stages)
-        _show(measured, plan, step, nominal=workload is None and known is None)
-        show_wan(measured, spec.notes)
-        if alone:
-            search_table.show_given(alone, args, starts)
-        if costs and args.explain:
-            explain.show(costs, estimates)
-        for path in filter(None, (args.picture, args.output)):
-            print(f"written: {path}")
-    if alone:
-        search.draw(alone, args, job, starts)
+    nominal = known is None and given_workload is None
+    return GivenSizes(spec, links.site(site), network, job, plan, costs, step, nominal)
+
+
+def show_given_sizes(given: GivenSizes, args: argparse.Namespace) -> int:
+    """Print the plan, and write it where --output says; return the exit status."""
+    if args.output:
+        given.plan.save(args.output)
+    if args.json:
+        sys.stdout.write(given.plan.to_json())
+    else:
+        show_table(given)
+        if args.output:
+            print(f"written: {args.output}")
+    return status_of(given.plan)
+
+
+def show_table(given: GivenSizes) -> None:
+    """Print what was read, the stages, their networks, and the predicted step."""
+    given.job.show(Screen())
+    _show(given.site, given.plan, given.step, given.nominal)
+    show_wan(given.site, given.spec.notes)
+
+
+def status_of(plan: Plan) -> int:
+    """Return the exit status: 1 if a group straddles networks."""
     return 1 if plan.straddling else 0
 
 
-def _workload(args: argparse.Namespace) -> Workload | None:
+def workload(args: argparse.Namespace) -> Workload | None:
     """None when nothing about the model was given."""
     values = load_workload(args.workload) if args.workload else {}
     options = {field.name: getattr(args, field.name) for field in fields(Workload)}
@@ -168,29 +217,12 @@ def _kind(field: Field[Any]) -> type:
     return int if field.type == "int" else float
 
 
-def compress_hosts(names: Iterable[str]) -> str:
-    """ "a[0-3] b0" from a0 a1 a2 a3 b0: runs of consecutive numbers, in the order given."""
-    runs: list[list[str]] = []
-    for name in names:
-        last = _NUMBERED.fullmatch(runs[-1][-1]) if runs else None
-        if last and name == f"{last[1]}{int(last[2]) + 1:0{len(last[2])}d}{last[3]}":
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return " ".join(_bracket(run) for run in runs)
-
-
-def _bracket(run: list[str]) -> str:
-    first, last = _NUMBERED.fullmatch(run[0]), _NUMBERED.fullmatch(run[-1])
-    return f"{first[1]}[{first[2]}-{last[2]}]{first[3]}" if len(run) > 1 and first and last else run[0]
-
-
 def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
     screen = Screen()
     if plan.sizes is None or step is None:
         clusters = ", ".join(dict.fromkeys(site.node_by_name[name].cluster for name in plan.nodes))
         screen.line(f"parallel sizes unknown: clusters as blocks, the fastest fabric first ({clusters})")
-        screen.line(f"nodes: {compress_hosts(plan.nodes)}")
+        screen.line(f"nodes: {folded(plan.nodes)}")
         return
     columns = (Column("stage"), Column("nodes", wrap=12), Column("data-parallel over", wrap=10),
                Column("to the next stage", wrap=10, drop=1), Column("reduction", right=True))  # fmt: skip
@@ -238,5 +270,5 @@ def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, st
         for stage, pair in enumerate(zip(group, group[1:])):
             shared = plan.fabric_of(pair)
             edges[stage][LOCAL if shared is None else shared.name] = None
-    return [(compress_hosts(names), ", ".join(data[stage]), ", ".join(edges[stage]))
+    return [(" ".join(runs(names)), ", ".join(data[stage]), ", ".join(edges[stage]))
             for stage, names in enumerate(nodes)]

@@ -7,17 +7,14 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from holmes_ext import extensions
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.pictures import rounds_figure
 from holmes_ext.plan.profile import load_profile
-from holmes_ext.planner.html import pictures
-from holmes_ext.planner.html.over_time import over_time_figure
-from holmes_ext.planner.html.page import heading, page, paragraphs, picture, table
 from holmes_ext.report.figures import JoinedRow, Summary, summarize
 from holmes_ext.report.files import Run, load
-from holmes_ext.report.trace import chosen_step, pictured, trace
+from holmes_ext.report.trace import chosen_step, trace
 from holmes_ext.units import format_rate, format_seconds
 from holmes_ext.words import some_of
 
@@ -67,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         save(args.trace, json.dumps(trace(job, chosen_step(job, args.step))) + "\n", "the trace")
     model = _write_model(job, args.write_model) if args.write_model else ""
     if args.html:
-        save(args.html, _document(job, summary, chosen_step(job, args.step)), "the report")
+        page = extensions.contributed("report_pages", "html")
+        save(args.html, page(job, summary, chosen_step(job, args.step)), "the report")
     if args.json:
         slowest = {"slowest_rank": summary.slowest.rank, "notes": job.notes}
         print(json.dumps({"version": 1, **asdict(summary), **slowest, "done": asdict(job.done)}))
@@ -77,20 +75,20 @@ def run(args: argparse.Namespace) -> int:
         screen.line(f"note: {note}")
     for text in job.done.differences:
         screen.line(f"not as planned: {text}")
-    screen.line(_headline(summary))
+    screen.line(headline(summary))
     if summary.joined is not None:
-        screen.line(_joined(summary.joined))
-    for _, columns, rows in _tables(summary):
+        screen.line(joined_line(summary.joined))
+    for _, columns, rows in tables(summary):
         screen.line()
         screen.table(columns, rows)
-    screen.line("\n" + _verdict(summary))
+    screen.line("\n" + verdict(summary))
     for option, name in (("trace", args.trace), ("picture", args.html), ("model", model)):
         if name:
             screen.line(f"{option}: {name}")
     return 0
 
 
-def _headline(summary: Summary) -> str:
+def headline(summary: Summary) -> str:
     """Steps, their time, tokens where they are known."""
     tokens = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.tokens_per_second else ""
     low, high = summary.spread
@@ -98,13 +96,13 @@ def _headline(summary: Summary) -> str:
     return f"run {summary.run}: {summary.world} ranks, {took}{tokens}"
 
 
-def _joined(row: JoinedRow) -> str:
+def joined_line(row: JoinedRow) -> str:
     drift = "" if row.drift is None else f"; drift {row.drift:.2f} of the sum"
     return (f"joined: {row.rounds} rounds, {row.counted} of them counted; {row.sent / 1e6:.3f} MB sent in a "
             f"round, {row.seconds:.3f} s under way, {row.exposed_s:.4f} s exposed (medians){drift}")
 
 
-def _tables(summary: Summary) -> list[tuple[str, tuple[Column, ...], list[list[str]]]]:
+def tables(summary: Summary) -> list[tuple[str, tuple[Column, ...], list[list[str]]]]:
     """(title, columns, rows) of those that have rows."""
     every = (
         ("Plans", PLANS, _plan_cells(summary)),
@@ -171,7 +169,7 @@ def _rank_cells(summary: Summary) -> list[list[str]]:
              *(f"{s:.4f}" for s in (row.step_s, row.exposed_s, row.own_s))] for row in ordered]
 
 
-def _verdict(summary: Summary) -> str:
+def verdict(summary: Summary) -> str:
     """What costs most: a network that carries less than it should, or a rank for which the others wait."""
     slow, link = summary.slowest, summary.slow_link
     slowest = (f"slowest: rank {slow.rank} on {slow.node} ({slow.cluster}): {slow.own_s:.4f} s of its step "
@@ -187,21 +185,3 @@ def _verdict(summary: Summary) -> str:
     worst = summary.rows[0]
     return (f"{text}; most exposed: {worst.kind} groups {worst.where} clusters on {worst.fabric},"
             f" {worst.exposed_s:.4f} s a step (rank {worst.most_exposed} waits longest)")
-
-
-def _document(job: Run, summary: Summary, step: int) -> str:
-    """One HTML file: the tables, and one step of every rank as in `holmes demo`."""
-    figure = pictures.timeline_figure({f"step {step}": pictured(job, step)},
-                                      "seconds of one step (rank 0's clock)")
-    joined = [_joined(summary.joined)] if summary.joined else []
-    unlike = [f"not as planned: {text}" for text in job.done.differences]
-    return page(
-        "holmes report", heading(_headline(summary), 1),
-        paragraphs([*(f"note: {note}" for note in job.notes), *unlike, *joined, _verdict(summary)]),
-        *(heading(title) + table([column.name for column in columns], rows)
-          for title, columns, rows in _tables(summary)),
-        heading("Steps over time"),
-        picture(pictures.svg(over_time_figure(job, summary.plans)), "steps over time, and plans"),
-        heading("One step"), picture(pictures.svg(figure), "timeline of one step"),
-        *([heading("Rounds with other jobs"),
-           picture(pictures.svg(rounds_figure(job)), "rounds with other jobs")] if summary.joined else []))

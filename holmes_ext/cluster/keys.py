@@ -26,7 +26,7 @@ _RATE, _TIME, _LIST = 'a rate, `"25Gb/s"`', 'a time, `"30us"`', "a list of texts
 _WAITS = ", ".join(f"{format_seconds(kind.latency_s)} for {name}" for name, kind in KINDS.items())
 
 KEYS = (
-    Key("", "version", "a number", "", "2; files of version 1 (no uplinks, no `[[between]]`) are read"),
+    Key("", "version", "a number", "", "of the file's format: 2"),
     Key("", "name", "a text", "the file's name", "of the whole"),
     Key("[ethernet]", "rate", _RATE, "", "of one node, each way, on the network that reaches every node"),
     Key("[ethernet]", "latency", _TIME, format_seconds(KINDS["ethernet"].latency_s),
@@ -35,7 +35,8 @@ KEYS = (
         "its net device, alike on all nodes"),
     Key("[[cluster]]", "name", "a text", "", "of the cluster, in every message and table"),
     Key("[[cluster]]", "kind", "a text", "", f"its fast NICs: {', '.join(KINDS)} (ethernet: it has none)"),
-    Key("[[cluster]]", "nodes", _LIST, "", 'host names; `"gpu[00-15]"` stands for sixteen'),
+    Key("[[cluster]]", "nodes", _LIST, "",
+        'host names; `"gpu[00-15]"` stands for sixteen, `"gpu[1,4-6]"` for four'),
     Key("[[cluster]]", "rate", _RATE, "none with kind ethernet",
         "of one node, all its fast NICs together, each way: eight HCAs of 200 Gb/s are `\"1600Gb/s\"`"),
     Key("[[cluster]]", "rails", "a number", "1",

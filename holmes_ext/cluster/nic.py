@@ -13,10 +13,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
+from holmes_ext.checks import Between, Each, Matches, OneOf, Satisfies, check_fields
 from holmes_ext.errors import HolmesError
 
 
@@ -52,8 +52,42 @@ DEFAULT_SUBNET_PREFIX = "fe80:0000:0000:0000"  # what a subnet manager uses unle
 DEVICE_NAME = re.compile(r"[!-.0-~]{1,64}")
 GID = re.compile("[0-9a-f]{4}(:[0-9a-f]{4}){7}")
 _LENGTHS = {socket.AF_INET: 32, socket.AF_INET6: 128}
-_SUBNET_PREFIX = re.compile("([0-9a-f]{4}(:[0-9a-f]{4}){3})?")
+_SUBNET_PREFIX = re.compile("[0-9a-f]{4}(:[0-9a-f]{4}){3}")
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+def _is_address(text: str) -> bool:
+    address, slash, length = text.partition("/")
+    version = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        socket.inet_pton(version, address.partition("%")[0])
+    except (OSError, ValueError):
+        return False
+    return bool(slash) and length.isdecimal() and len(length) < 4 and int(length) <= _LENGTHS[version]
+
+
+def _is_line(text: str) -> bool:
+    return len(text) <= 200 and (not text or text.isprintable())
+
+
+_Line = Annotated[str, Satisfies(_is_line, "one short line of text")]
+_DEVICE = Matches(DEVICE_NAME, "a device name")
+_DeviceNames = Annotated[tuple[str, ...], Each(_DEVICE, "a list of device names")]
+_Addresses = Annotated[
+    tuple[str, ...],
+    Each(
+        Satisfies(_is_address, "an IP address"),
+        "a list of IP addresses with prefix length ('10.0.0.1/16')",
+    ),
+]
+_PciAddress = Annotated[
+    str, Matches(PCI_ADDRESS, "a PCI address ('0000:41:00.0')", may_be_empty=True)
+]
+_SubnetPrefix = Annotated[
+    str, Matches(_SUBNET_PREFIX, "four groups of four lower-case hex digits", may_be_empty=True)
+]
+_Count = Annotated[int, Between(0, 2**63 - 1)]
+_LocalIdentifier = Annotated[int, Between(0, 2**32 - 1, "a LID")]
 
 
 @dataclass(frozen=True)
@@ -64,13 +98,13 @@ class Gid:
     type: "ib", "roce_v1" or "roce_v2"; netdev: the net device it belongs to on a RoCE port, "" otherwise.
     """
 
-    index: int
-    value: str
-    type: str
-    netdev: str = ""
+    index: Annotated[int, Between(0, 2**31 - 1)]
+    value: Annotated[str, Matches(GID, "eight groups of four lower-case hex digits")]
+    type: Annotated[str, OneOf(GID_TYPES)]
+    netdev: Annotated[str, Matches(DEVICE_NAME, "a device name", may_be_empty=True)] = ""
 
     def __post_init__(self) -> None:
-        _check(self, "GID", _GID_RULES)
+        check_fields(self, "GID")
 
     @property
     def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -81,34 +115,36 @@ class Gid:
 
 @dataclass(frozen=True)
 class Nic:
-    kind: str  # "ib", "roce" or "ethernet" (see the module)
-    device: str  # HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
-    port: int = 0  # port number of the HCA, from 1; 0 for ethernet
-    netdevs: tuple[str, ...] = ()  # net devices behind the port, the one to bind sockets on first
-    state: str = "down"  # "up" (carries data now) or "down"
-    state_text: str = ""  # what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
-    rate_bps: int = 0  # of the link in bits/s, 0 when unknown (always 0 where there is no link)
+    kind: Annotated[str, OneOf(tuple(KINDS))]  # "ib", "roce" or "ethernet" (see the module)
+    # HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
+    device: Annotated[str, _DEVICE]
+    # port number of the HCA, from 1; 0 for ethernet
+    port: Annotated[int, Between(0, 255, "a port number")] = 0
+    netdevs: _DeviceNames = ()  # net devices behind the port, the one to bind sockets on first
+    state: Annotated[str, OneOf(("up", "down"))] = "down"  # "up": carries data now
+    state_text: _Line = ""  # what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
+    rate_bps: _Count = 0  # of the link in bits/s, 0 when unknown (always 0 where there is no link)
     # what its PCIe link can carry, bits/s (speed x lanes after line coding), 0 when unknown
-    max_rate_bps: int = 0
-    addresses: tuple[str, ...] = ()  # of its net devices, with prefix length: "10.0.0.1/16"
-    mtu: int = 0  # of the first net device in bytes, 0 when unknown
-    subnet_prefix: str = ""  # ib: upper 64 bits of GID 0, "fe80:0000:0000:0000"
+    max_rate_bps: _Count = 0
+    addresses: _Addresses = ()  # of its net devices, with prefix length: "10.0.0.1/16"
+    mtu: _Count = 0  # of the first net device in bytes, 0 when unknown
+    subnet_prefix: _SubnetPrefix = ""  # ib: upper 64 bits of GID 0, "fe80:0000:0000:0000"
     gids: tuple[Gid, ...] = ()  # GID table without its empty entries
-    lid: int = 0  # ib: local identifier of the port, 0 when there is none
-    sm_lid: int = 0  # ib: that of its subnet manager
-    numa: int = -1  # NUMA node, -1 when unknown
-    pci: str = ""  # PCI address "0000:41:00.0"
-    driver: str = ""  # of the kernel
+    lid: _LocalIdentifier = 0  # ib: local identifier of the port, 0 when there is none
+    sm_lid: _LocalIdentifier = 0  # ib: that of its subnet manager
+    numa: Annotated[int, Between(-1, 2**31 - 1)] = -1  # NUMA node, -1 when unknown
+    pci: _PciAddress = ""
+    driver: _Line = ""  # of the kernel
     #: Of a virtual function: the device of its physical function (its PCI address where this network
     #: namespace does not show the device).
-    parent: str = ""
-    members: tuple[str, ...] = ()  # of a bond (or a bridge): the net devices under it
-    rdma: str = ""  # ethernet: the RoCE port that owns this net device ("mlx5_1:1")
-    skipped: str = ""  # the reason why it is set aside ("member of bond0", "management (USB/BMC)", ...)
+    parent: _Line = ""
+    members: _DeviceNames = ()  # of a bond (or a bridge): the net devices under it
+    rdma: _Line = ""  # ethernet: the RoCE port that owns this net device ("mlx5_1:1")
+    skipped: _Line = ""  # the reason why it is set aside ("member of bond0", "management (USB/BMC)", ...)
 
     def __post_init__(self) -> None:
         what = f"NIC {self.device!a:.80}"
-        _check(self, what, _NIC_RULES)
+        check_fields(self, what)
         if (self.kind == "ethernet") != (self.port == 0):
             wanted = "must be 0 for ethernet and 1 or more for ib and roce"
             raise HolmesError(f"{what}: key 'port' {wanted}, not {self.port}")
@@ -161,52 +197,3 @@ class Nic:
 
 
 _DEFAULTS = {item.name: item.default for item in fields(Nic)}
-
-
-def _is_address(text: str) -> bool:
-    address, slash, length = text.partition("/")
-    version = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        socket.inet_pton(version, address.partition("%")[0])
-    except (OSError, ValueError):
-        return False
-    return bool(slash) and length.isdecimal() and len(length) < 4 and int(length) <= _LENGTHS[version]
-
-
-def _within(low: int, high: int) -> Callable[[int], bool]:
-    return lambda value: low <= value <= high
-
-
-def _all(good: Callable[[str], object]) -> Callable[[tuple[str, ...]], bool]:
-    return lambda values: all(map(good, values))
-
-
-#: key -> (whether a value of the key's type is good, what it must be)
-Rules = dict[str, tuple[Callable[[Any], object], str]]
-_LINE = (lambda text: len(text) <= 200 and (not text or text.isprintable()), "one short line of text")
-_GID_RULES: Rules = {
-    "index": (_within(0, 2**31 - 1), "a whole number from 0"),
-    "value": (GID.fullmatch, "eight groups of four lower-case hex digits"),
-    "type": (GID_TYPES.__contains__, " or ".join(map(repr, GID_TYPES))),
-    "netdev": (lambda text: not text or DEVICE_NAME.fullmatch(text), "a device name or ''"),
-}
-_NIC_RULES: Rules = {
-    "kind": (KINDS.__contains__, " or ".join(map(repr, KINDS))),
-    "device": (DEVICE_NAME.fullmatch, "a device name"),
-    "port": (_within(0, 255), "a port number (0 to 255)"),
-    "state": (("up", "down").__contains__, "'up' or 'down'"),
-    "addresses": (_all(_is_address), "a list of IP addresses with prefix length ('10.0.0.1/16')"),
-    "subnet_prefix": (_SUBNET_PREFIX.fullmatch, "four groups of four lower-case hex digits or ''"),
-    "numa": (_within(-1, 2**31 - 1), "a NUMA node or -1"),
-    "pci": (lambda text: not text or PCI_ADDRESS.fullmatch(text), "a PCI address ('0000:41:00.0') or ''"),
-    **dict.fromkeys(("netdevs", "members"), (_all(DEVICE_NAME.fullmatch), "a list of device names")),
-    **dict.fromkeys(("rate_bps", "max_rate_bps", "mtu"), (_within(0, 2**63 - 1), "a whole number from 0")),
-    **dict.fromkeys(("lid", "sm_lid"), (_within(0, 2**32 - 1), "a LID (0 to 2**32 - 1)")),
-    **dict.fromkeys(("state_text", "driver", "parent", "rdma", "skipped"), _LINE),
-}
-
-
-def _check(value: Gid | Nic, what: str, rules: Rules) -> None:
-    for key, (good, meaning) in rules.items():
-        if not good(getattr(value, key)):
-            raise HolmesError(f"{what}: key '{key}' must be {meaning}, not {getattr(value, key)!a:.80}")

@@ -12,13 +12,13 @@
     nodes = ["a[0-3]"]             # host names
     processes = 8                  # for each node, one a GPU
 
-Every key with its kind and default: keys.py. Version 1 had no uplinks and no [[between]].
+Every key with its kind and default: keys.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,15 +26,18 @@ from pathlib import Path
 from holmes_ext.cluster.gpu import Accelerator
 from holmes_ext.cluster.measured import MeasuredLink, MeasuredPair, parse_links, parse_pairs
 from holmes_ext.cluster.nic import KINDS
+from holmes_ext.cluster.sources.hostlist import expand
 from holmes_ext.cluster.wan import Wan, latency_of, notes, parse_wan
 from holmes_ext.document import Table, digest_of, parse_toml, read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import nearest
 
-VERSIONS = (1, 2)
+VERSION = 2
+_UPGRADE = (
+    'write "version = 2": every key of version 1 means the same there, and version 2 adds uplinks and '
+    "[[between]]"
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_RANGE = re.compile(r"(.*)\[([0-9]{1,18})-([0-9]{1,18})\](.*)")
-MAX_NODES = 100_000
 MAX_RAILS = 8
 
 
@@ -143,7 +146,7 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     if not text.strip():
         raise HolmesError(f"{source}: the file is empty; examples/clusters/ has samples to start from")
     top = parse_toml(text, source)
-    top.version(*VERSIONS)
+    top.version(VERSION, _UPGRADE)
     name = top.take("name", str, Path(source).stem)
     ethernet = top.table("ethernet")
     clusters = [_cluster(table) for table in top.tables("cluster")]
@@ -164,23 +167,24 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     return SiteSpec(name, rate, latency, interface, tuple(clusters), overrides, source, links, wan, pairs)
 
 
-def expand_hosts(pattern: str, where: str) -> Iterator[str]:
-    """Host names of "gpu[00-15]": one bracket range, leading zeros kept; a plain name is itself."""
-    match = _RANGE.fullmatch(pattern)
-    if match is None:
-        names = iter([pattern])
-    else:
-        first, last = int(match[2]), int(match[3])
-        if not first <= last < first + MAX_NODES:
-            raise HolmesError(
-                f"{where}: range [{match[2]}-{match[3]}] in {pattern!r} runs backwards or is too long")
-        width = len(match[2])
-        names = (f"{match[1]}{number:0{width}d}{match[4]}" for number in range(first, last + 1))
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise HolmesError(
-                f"{where}: {name!r:.80} is not a host name; write for example \"a0\" or \"a[0-3]\"")
-        yield name
+def _nodes(table: Table, cluster: str) -> tuple[str, ...]:
+    """Return the hosts of a cluster. An entry of key `nodes` is a host name or a list such as "gpu[00-15]".
+
+    Raises:
+        HolmesError: an entry is not a host list, or has a name that no host can have, or there is no host.
+    """
+    where = table.at("nodes")
+    names: list[str] = []
+    for entry in table.list("nodes", str):
+        hosts = expand(entry, where)
+        for host in hosts or [entry]:  # an empty entry is no host name
+            if not _NAME.fullmatch(host):
+                advice = 'write for example "a0" or "a[0-3]"'
+                raise HolmesError(f"{where}: {host!r:.80} is not a host name; {advice}")
+        names += hosts
+    if not names:
+        raise HolmesError(f"{where}: cluster {cluster!r} has no nodes")
+    return tuple(names)
 
 
 def _cluster(table: Table) -> ClusterSpec:
@@ -189,10 +193,7 @@ def _cluster(table: Table) -> ClusterSpec:
     kind = table.take("kind", str)
     if kind not in KINDS:
         raise HolmesError(f"{table.at('kind')}: {kind!r} is not one of {', '.join(KINDS)}")
-    patterns = table.list("nodes", str)
-    nodes = tuple(node for pattern in patterns for node in expand_hosts(pattern, table.at("nodes")))
-    if not nodes:
-        raise HolmesError(f"{table.at('nodes')}: cluster {name!r} has no nodes")
+    nodes = _nodes(table, name)
     fabric = _name(table, "fabric", "ethernet" if kind == "ethernet" else name)
     flops, memory = _above_0(table, "gpu_flops"), _above_0(table, "gpu_memory_bytes")
     if kind != "ethernet" and fabric == "ethernet":

@@ -19,8 +19,8 @@ from holmes_ext.patches.megatron.command_line.describe import describe, sizes_fr
 from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
+from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import parse_sizes
-from holmes_ext.planner.search.as_plan import shape_of
 
 
 @dataclass(frozen=True)

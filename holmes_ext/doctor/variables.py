@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from holmes_ext.cluster.nccl import SHARED
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.doctor.finding import Finding, note, problem
-from holmes_ext.options import NAMES, VARIABLES
+from holmes_ext.options import names, variables
 from holmes_ext.options import variable as twin
 from holmes_ext.words import nearest
 
@@ -23,8 +23,6 @@ COMPARED = (
 )
 #: Of NCCL's branch whose communicators cross from one fabric to another.
 CROSS_DC = ("NCCL_ALLNET_ENABLE", "NCCL_SCATTER_XDC")
-#: HOLMES_* that are no twins of flags.
-_OWN = (*VARIABLES, "HOLMES_WORKER_PID")
 _LEFT_ALONE = "holmes keeps your setting"
 
 
@@ -130,7 +128,7 @@ def _switches(environ: Mapping[str, str], rdma: Sequence[str]) -> Iterator[Findi
 
 
 def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
-    known = sorted({twin(name) for name in NAMES} | set(_OWN))
+    known = sorted({*map(twin, names()), *variables(), "HOLMES_WORKER_PID"})  # the last is set by holmes
     for name in sorted(environ):
         if name.startswith("HOLMES_") and name not in known and not name.startswith(
                 ("HOLMES_TEST", "HOLMES_LAB", "HOLMES_GPU_", "HOLMES_NCCL_SOURCE")):

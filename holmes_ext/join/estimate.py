@@ -18,7 +18,7 @@ from math import ceil
 
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.join.simulated_rounds import JoinedJob, simulate_round
-from holmes_ext.plan.cost.across import hop_loads
+from holmes_ext.plan.across import hop_loads
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
 
 #: There and back, in a round.

@@ -41,9 +41,9 @@ _CONTROL = timedelta(days=1)
 
 def place_of(address: JoinAddress, token: str, options: Options) -> JoinPlace:
     """HolmesError where files of the options cannot be used."""
-    plain = options.join_plain == "on"
-    credentials = Credentials(token, plain, options.join_certificate, options.join_ca)
-    return JoinPlace(address, credentials, port_range(options.join_ports, options.join_address, os.environ))
+    plain = options.value("join_plain") == "on"
+    credentials = Credentials(token, plain, options.value("join_certificate"), options.value("join_ca"))
+    return JoinPlace(address, credentials, port_range(options.value("join_ports"), options.value("join_address"), os.environ))
 
 
 def weights_of(shards: Any) -> Weights:

@@ -8,7 +8,9 @@ from itertools import accumulate
 from typing import Any
 
 from holmes_ext.join.estimate import RoundPrices, over_every
-from holmes_ext.planner.html.pictures import CLUSTERS, KINDS, PAPER, pyplot
+from holmes_ext.planner.html.page import heading, picture
+from holmes_ext.planner.html.pictures import CLUSTERS, KINDS, PAPER, pyplot, svg
+from holmes_ext.report.figures import Summary
 from holmes_ext.report.files import Run
 
 
@@ -101,3 +103,10 @@ def rounds_figure(run: Run) -> Any:
     below.set_xlabel("round")
     figure.tight_layout()
     return figure
+
+
+def report_sections(run: Run, summary: Summary) -> list[str]:
+    """Return the part of `holmes report --html` about rounds with other jobs, as HTML."""
+    if summary.joined is None:
+        return []
+    return [heading("Rounds with other jobs"), picture(svg(rounds_figure(run)), "rounds with other jobs")]

@@ -15,14 +15,13 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.algorithms import ALGORITHMS, DiLoCo
 from holmes_ext.join.estimate import DEFAULT, MOST_FRAGMENTS
-from holmes_ext.options import Options
 from holmes_ext.words import named_values
 
 AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
 _CHOICES = {
     "algorithm": tuple(ALGORITHMS),
     "aggregate": AGGREGATES,
-    "compress": ("off", "bf16", "int8", "2bit", "topk"),
+    "compress": ("off", "bf16", "int8", "2bit"),
     "weight": ("tokens", "equal"),
     "rounds": ("sync", "async"),
 }
@@ -39,13 +38,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "limit": (0, _OPEN),
     "trim": (1, 31),
     "grace": (0, 86400),
-    "topk": (4, 2048),
 }
 #: Each job's own business; everything else must be the same in all jobs.
 OWN = ("min", "timeout", "part")
-#: What clusters of one job have not: their sums are the job's own.
-_JOINED = ("seconds", "compress", "aggregate", "trim", "weight", "limit", "min", "timeout", "part", "rounds",
-           "grace", "topk")
 #: Numbers that may be auto: None then.
 _AUTO = ("momentum", "grace")
 
@@ -59,8 +54,7 @@ class OuterSettings:
     each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a silent
     link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts of the data. rounds:
     "async": a round closes without those who are not ready, `grace` seconds (None: half of what hides it)
-    after half of the jobs were. topk: elements of each 4096 that travel with compress=topk. Raises
-    HolmesError for what does not fit.
+    after half of the jobs were. Raises HolmesError for what does not fit.
     """
 
     algorithm: str = "diloco"
@@ -82,7 +76,6 @@ class OuterSettings:
     part: str = "0/1"
     rounds: str = "sync"
     grace: float | None = None
-    topk: int = 88
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -119,11 +112,6 @@ class OuterSettings:
                 yield f"mix={self.mix!r} is neither keep nor a share from 0 to 1"
         if self.rounds == "async" and (self.seconds or self.mix != "keep" or not algorithm.keeps_progress):
             yield "rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
-        if self.topk % 4:
-            yield f"topk={self.topk} is not divisible by 4"
-        if self.compress == "topk" and self.aggregate in ("median", "trimmed"):
-            yield (f"compress=topk with aggregate={self.aggregate}: most elements would be 0; give "
-                   "aggregate=geometric, clipping, flag or mean")
         k, slash, parts = self.part.partition("/")
         if not (slash and k.isdecimal() and parts.isdecimal() and int(k) < int(parts) <= 64):
             yield f"part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
@@ -131,7 +119,7 @@ class OuterSettings:
     @property
     def rounds_by_blocks(self) -> bool:
         """Whether copies of a weight, on several ranks of a job, would be rounded differently."""
-        return self.compress in ("int8", "2bit", "topk")
+        return self.compress in ("int8", "2bit")
 
     @property
     def data_part(self) -> tuple[int, int]:
@@ -157,6 +145,7 @@ class OuterSettings:
 def parse_outer(text: str) -> OuterSettings:
     """Settings from "every=32,fragments=4,..."; "" gives the defaults. HolmesError names the part that does
     not fit."""
+    _refuse_removed(text)
     known = [field.name for field in fields(OuterSettings) if field.name != "seconds"]
     values = named_values(text.split(","), known, "--holmes-outer")
     given: dict[str, Any] = {name: _read(name, value) for name, value in values.items()}
@@ -174,21 +163,13 @@ def parse_outer(text: str) -> OuterSettings:
     return OuterSettings(**given)
 
 
-def apart_settings(options: Options) -> OuterSettings | None:
-    """Of clusters that go apart inside one job; None: --holmes-apart is off. HolmesError for what joined jobs
-    alone can."""
-    if not options.apart_from:
-        return None
-    settings, usual = parse_outer(options.outer), OuterSettings()
-    for name in _JOINED:
-        if getattr(settings, name) != getattr(usual, name):
-            raise HolmesError(f"--holmes-outer: {name} is for jobs of --holmes-join, not for --holmes-apart")
-    if settings.outer_algorithm().of_matrices:
-        raise HolmesError(
-            f"--holmes-outer: algorithm={settings.algorithm} is for jobs of --holmes-join, not for"
-            " --holmes-apart"
-        )
-    return settings
+def _refuse_removed(text: str) -> None:
+    """Raise HolmesError if the text contains `compress=topk` or its setting `topk`, which were removed."""
+    for part in text.split(","):
+        name, _, value = map(str.strip, part.partition("="))
+        if name == "topk" or (name, value) == ("compress", "topk"):
+            choices = ", ".join(_CHOICES["compress"])
+            raise HolmesError(f"--holmes-outer: compress=topk was removed; compress is one of {choices}")
 
 
 def _read(name: str, value: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +14,8 @@ from holmes_ext.join import estimate as joined
 from holmes_ext.join.pictures import worth_figure
 from holmes_ext.join.simulated_rounds import JoinedJob
 from holmes_ext.plan.cost.network import Network
+from holmes_ext.planner.html.page import heading, paragraphs, picture, table
+from holmes_ext.planner.html.pictures import svg
 from holmes_ext.planner.search.changed import ethernet_s
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search
@@ -97,6 +101,36 @@ class Beside:
         jobs = self.rounds.jobs
         return ", ".join(f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in jobs)
 
+    def show(self) -> None:
+        screen = Screen()
+        screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
+        screen.line(f"  {self.jobs_line()}")
+        screen.table(COLUMNS, self.rows())
+        screen.line(LEGEND, "dim")
+        screen.line(self.line())
+        screen.table(CHOICES, [[name, f"{rate:,.0f}", loss] for name, rate, loss, _ in self.choices()])
+        for line in self.advice():
+            screen.line(line)
+
+    def page_parts(self) -> list[str]:
+        head = [column.name for column in COLUMNS]
+        return [
+            heading("Joined jobs in its place, one in each cluster"),
+            paragraphs([self.jobs_line() + "."]),
+            picture(svg(self.figure()), "tokens/s over every"),
+            table(head, self.rows()),
+            paragraphs([LEGEND, self.line() + "."]),
+        ]
+
+
+def add_arguments(add: Callable[..., Any]) -> None:
+    """Add the argument of `holmes plan`; `add` is an argument group's add_argument()."""
+    add("--joined", action="store_true", help="beside it: one job in each cluster, joined (docs/joined.md)")
+
+
+def wanted(args: argparse.Namespace) -> bool:
+    return bool(args.joined)
+
 
 def beside(result: SearchResult, seconds: float) -> Beside:
     """Of each cluster alone, in so many seconds each; HolmesError: one cluster, or the model fits none."""
@@ -114,15 +148,3 @@ def beside(result: SearchResult, seconds: float) -> Beside:
         jobs.append(JoinedJob(name, samples, match.best.step_s, ethernet_s(match, match.best)))
     rounds = joined.RoundPrices(result.network.measured, model.parameters, jobs)
     return Beside(rounds, model.sequence, result.tokens_per_s(result.best))
-
-
-def show(beside: Beside) -> None:
-    screen = Screen()
-    screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
-    screen.line(f"  {beside.jobs_line()}")
-    screen.table(COLUMNS, beside.rows())
-    screen.line(LEGEND, "dim")
-    screen.line(beside.line())
-    screen.table(CHOICES, [[name, f"{rate:,.0f}", loss] for name, rate, loss, _ in beside.choices()])
-    for line in beside.advice():
-        screen.line(line)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinAddress, parse_address, port_range
-from holmes_ext.join.settings import OuterSettings, apart_settings, parse_outer
+from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.token import token_from, warning_of
 from holmes_ext.options import Options
 from holmes_ext.runtime.measure import telemetry
@@ -101,16 +101,13 @@ _job: _Job | None = None
 def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Read what the flags say; lines for the user. HolmesError when they cannot be followed."""
     global _job
-    apart = apart_settings(options)
-    if apart is not None and (options.join or options.adapt != "on"):
-        raise HolmesError("--holmes-apart needs --holmes-adapt on, and cannot be combined with --holmes-join")
-    if not options.join:
-        if options.outer and apart is None:
+    if not options.value("join"):
+        if options.value("outer"):
             raise HolmesError("--holmes-outer says how joined jobs update each other; give --holmes-join "
-                              "NAME@HOST:PORT or --holmes-apart too")
+                              "NAME@HOST:PORT too")
         return []
-    settings, address, token = parse_outer(options.outer), parse_address(options.join), token_from(environ)
-    port_range(options.join_ports, options.join_address, environ)
+    settings, address, token = parse_outer(options.value("outer")), parse_address(options.value("join")), token_from(environ)
+    port_range(options.value("join_ports"), options.value("join_address"), environ)
     privacy = _privacy(options, address)
     _job = _Job(address, settings, token, options)
     atexit.register(end)
@@ -124,13 +121,13 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
 
 def _privacy(options: Options, address: JoinAddress) -> str:
     """What others on the way can read. HolmesError where it cannot be as the options say."""
-    if options.join_plain == "on":
+    if options.value("join_plain") == "on":
         return (
             "NOT encrypted (--holmes-join-plain): anyone on the path can read the weights; changes are "
             "detected")
-    if bool(options.join_certificate) != bool(options.join_ca):
+    if bool(options.value("join_certificate")) != bool(options.value("join_ca")):
         raise HolmesError("--holmes-join-certificate and --holmes-join-ca: give both, or none")
-    made_here = not options.join_certificate and not is_loopback(address.host)
+    made_here = not options.value("join_certificate") and not is_loopback(address.host)
     if made_here and find_spec("cryptography") is None:
         raise HolmesError(
             "--holmes-join: jobs encrypt what they send to other hosts, and `cryptography` is not installed: "

@@ -9,6 +9,8 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan import partition as stages
+from holmes_ext.plan.arrange.orders import launched
+from holmes_ext.plan.arrange.place import fastest_first, place
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
@@ -16,17 +18,15 @@ from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.price import Prices, price
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
-from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.decisions import asked_in_flight
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.placement.orders import launched
-from holmes_ext.plan.placement.place import fastest_first, place
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.workload import StageLoad, Workload
 
 
 def build_plan(

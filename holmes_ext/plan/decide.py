@@ -2,42 +2,47 @@
 
     derive_traffic(plan, site)   the plan with the ports that there are: by `holmes
                                  plan`, at a job's start, when a port fails
-    resized(plan, sizes)         for other sizes, which a framework tells when it starts
-    reduction_of(...)            for groups that are not planned: the same rules, with the plan's own rates
+    complete_plan(plan, sizes)         for other sizes, which a framework tells when it starts
+    spec_of_group(...)            for groups that are not planned: the same rules, with the plan's own rates
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.buckets import FEWEST, SMALLEST_BYTES
+from holmes_ext.plan.buckets import FEWEST, SMALLEST_BYTES
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decisions import Decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan, Straddle
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
-from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, Reduction
+from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, ReductionSpec
+from holmes_ext.plan.workload import Workload
 
 
 def derive_traffic(
     plan: Plan, site: Site, options: Options = Options(), links: Links = Links(),
     workload: Workload | None = None, basis: str = NOMINAL, engine: EngineTraits = EngineTraits(),
 ) -> Plan:
-    """`plan` with what the ports of `site` can carry, and the decisions that follow from it. links, workload,
-    basis: for a plan without rates and model (a new one, or of version 1)."""
+    """Return `plan` with the networks that the ports of `site` can carry, and the decisions that follow.
+
+    Args:
+        links: Measured rates of networks that the plan has no rate of. A new plan has none.
+        workload: What a rank does in a step, for a new plan; one that has networks keeps its own.
+        basis: Where `workload` comes from.
+    """
     known = {fabric.name: fabric for fabric in plan.fabrics}
     here = [site.node_by_name[name] for name in plan.nodes]
 
@@ -86,7 +91,7 @@ def with_traffic(plan: Plan, options: Options, engine: EngineTraits = EngineTrai
     return replace(plan, traffic=(replace(verbs, network_apis=NETWORK_APIS),) if alike else (verbs, sockets))
 
 
-def resized(
+def complete_plan(
     plan: Plan, sizes: Sizes, options: Options, model: Model | None = None,
     engine: EngineTraits = EngineTraits()
 ) -> Plan:
@@ -138,10 +143,10 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
     return Site(tuple(map(node, plan.nodes)), plan.fabrics, wan=plan.wan)
 
 
-def reduction_of(
+def spec_of_group(
     plan: Plan, ranks: Sequence[int], network_api: str, options: Options, total_bytes: float = inf,
     engine: EngineTraits = EngineTraits(),
-) -> Reduction:
+) -> ReductionSpec:
     """How the group of `ranks` sums total_bytes in a step: as its stage does. For itself where the plan has
     no such group, it is to compress otherwise, or has too little for a network's buckets; for the stage again
     where links have a latency and the plan did not know its bytes."""
@@ -172,14 +177,6 @@ def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
     return result
 
 
-class _Inside(Network):
-    """Every group is on the slowest of its members' own best fabrics."""
-
-    def fabric(self, kinds: Iterable[int]) -> Fabric:
-        fabrics = [super(_Inside, self).fabric([kind]) for kind in kinds]
-        return min(fabrics, key=lambda fabric: fabric.preference)
-
-
 def straddles_of(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
     """Groups that no fast fabric holds though a member has one, by kind; their cost: how much longer a step
     takes than with these groups inside."""
@@ -195,8 +192,7 @@ def straddles_of(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
             if network.straddles(frozenset(first)):
                 across.append(first)
         if across:
-            inside = Prices(network, prices.job, prices.rules)
-            inside.groups |= {kind: _Inside(network.site, network.links, network.only)}
+            inside = Prices(network, prices.job, prices.rules, on_best_fabrics=kind)
             longer_s = max(0.0, prices.step_s(placement) - inside.step_s(placement))
             example = set(across[0].values())
             ordered = tuple(name for name in names if name in example)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext import extensions
+from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.across import neighbours
-from holmes_ext.plan.cost.buckets import bucket_bytes
+from holmes_ext.plan.buckets import bucket_bytes
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import both_ways, schedule
 from holmes_ext.plan.cost.price import Prices
@@ -18,15 +18,14 @@ from holmes_ext.plan.cost.reductions.tied import twins
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
 from holmes_ext.plan.cost.stage_sums import Sums
 from holmes_ext.plan.cost.stages import estimate
-from holmes_ext.plan.cost.workload import StageLoad, passes_s
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.passes import PassOrder
 from holmes_ext.plan.placement.families import family_of
-from holmes_ext.plan.plan import NOMINAL, Plan
+from holmes_ext.plan.plan import NOMINAL, Plan, name_of, pairs_with_group
 from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes, groups
-from holmes_ext.plan.traffic import LOCAL, SOCKETS, Edge, Reduction, Traffic, same
-from holmes_ext.planner.passes.solve import quickest
+from holmes_ext.plan.traffic import SOCKETS, Edge, ReductionSpec, Traffic, same
+from holmes_ext.plan.workload import StageLoad, passes_s
 
 #: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's
 #: bucket_cap_mb.
@@ -58,7 +57,7 @@ class Decisions:
 
     # ------------------------------------------------------------------- reductions
 
-    def reductions(self) -> tuple[Reduction, ...]:
+    def reductions(self) -> tuple[ReductionSpec, ...]:
         """Of every stage."""
         return tuple(self.reduction(stage, overlap) for stage, overlap in enumerate(self._overlapped()))
 
@@ -76,18 +75,18 @@ class Decisions:
         first = step.end_s[0] - step.exposed_s[0]
         return [bool(reduction) and end > first for end, reduction in zip(step.end_s, step.reduction_s)]
 
-    def reduction(self, stage: int, overlap: bool) -> Reduction:
+    def reduction(self, stage: int, overlap: bool) -> ReductionSpec:
         sums = self.prices.sums(self.placement, stage)
         return self._reduction(sums, overlap, self.plan.workload.gradient_bytes)
 
-    def of_group(self, ranks: Sequence[int], overlap: bool, total_bytes: float) -> Reduction:
+    def of_group(self, ranks: Sequence[int], overlap: bool, total_bytes: float) -> ReductionSpec:
         """Of any group, whose bytes no plan knew."""
         family = family_of(self.placement, ranks)
         job = replace(self.prices.job, reduced_bytes=(min(total_bytes, LARGE_BYTES),), repeats=(1,))
         prices = Prices(self.network, job, self.prices.rules)
         return self._reduction([prices.sums_of(family, 1)], overlap, total_bytes)
 
-    def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> Reduction:
+    def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> ReductionSpec:
         fabrics = [self.network.fabric(group.family.kinds) for group in sums if group.family.nodes > 1]
         slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
         size = INSIDE_BYTES
@@ -95,10 +94,10 @@ class Decisions:
             size = bucket_bytes(slowest, sums[0].family.ranks, total_bytes)
         user_bytes = self.options.bucket_bytes
         across = [group for group in sums if self.network.across(group.family.kinds)]
-        planned = Reduction(overlap, user_bytes or size, compress=self.options.compress)
+        planned = ReductionSpec(overlap, user_bytes or size, compress=self.options.compress)
         return self._in_two_levels(planned, across)
 
-    def _in_two_levels(self, planned: Reduction, sums: Sequence[Sums]) -> Reduction:
+    def _in_two_levels(self, planned: ReductionSpec, sums: Sequence[Sums]) -> ReductionSpec:
         """Of groups that do the same at once: where that is faster for each of them."""
         both = [group.both for group in sums if group.both is not None]
         least = [levels.faster_from(group.flat) for levels, group in zip(both, sums)]
@@ -116,7 +115,7 @@ class Decisions:
             streams=streams,
         )  # fmt: skip
 
-    def tied(self) -> Reduction | None:
+    def tied(self) -> ReductionSpec | None:
         """Of a weight of the first and the last stage; None: every rank with its twin, as engines do."""
         last = self.placement.sizes.pipeline - 1
         if self.plan.sizes is None or not last or not self.prices.rules.tied:
@@ -129,7 +128,7 @@ class Decisions:
             if kind not in families or not isinstance(both, TwoLevels):
                 return None
             sums.append(Sums(families[kind], pairs, both, families[kind].count))
-        planned = self._in_two_levels(Reduction(False, 0), sums)
+        planned = self._in_two_levels(ReductionSpec(False, 0), sums)
         return planned if planned.clusters else None
 
     # ------------------------------------------------------------------- stages
@@ -172,7 +171,10 @@ class Decisions:
         size = work.activation_bytes
         seconds = tuple(edge.seconds(size) for edge in edges)
         sent = tuple(edge.byte_s * size for edge in edges)
-        pass_order = quickest(loads, seconds, sent, work.micro_batches, self.network_api != SOCKETS)
+        find_quickest = extensions.contributed("pass_solvers", "quickest")
+        pass_order: PassOrder | None = find_quickest(
+            loads, seconds, sent, work.micro_batches, self.network_api != SOCKETS
+        )
         return pass_order.texts if pass_order else ()
 
     def in_flight(self) -> tuple[int, ...]:
@@ -222,23 +224,6 @@ def more_bytes(plan: Plan) -> tuple[float, ...]:
     return tuple(count * load.kept_bytes for count, load in zip(more, plan.loads))
 
 
-def name_of(fabric: Fabric | None) -> str:
-    return LOCAL if fabric is None else fabric.name
 
 
-# --------------------------------------------------------------------------- pairs of stages
 
-
-def pair_needs_group(plan: Plan, pair: Sequence[int], over: Sequence[int], network_api: str) -> bool:
-    """Whether two ranks that would send over `over` get a group: what they share is faster."""
-    return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
-
-
-def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
-    """The neighbours that get a group each where a framework sends batches over their pipeline group.
-
-    All or none: NCCL makes a group's communicator among all its ranks at the first batch over it (where no
-    device is bound), and a rank whose pairs all have their own would never come to it.
-    """
-    pairs = sorted({(min(pair), max(pair)) for pair in neighbours(ranks)})  # with chunks last and first, too
-    return pairs if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs) else []

@@ -211,3 +211,40 @@ class PassOrder:
 
 def _key(letter: str) -> str:
     return "I" if letter == "B" else letter
+
+
+def passes(
+    stage: int, stages: int, micro_batches: int, virtual: int = 1, in_flight: int = 0,
+    breadth_first: bool = False,
+) -> list[Pass]:
+    """Of one stage, in order. virtual: chunks; in_flight: micro-batches, if not 1F1B's stages - stage;
+    breadth_first: as torch's ScheduleLoopedBFS (whose backward order differs, which changes no time)."""
+    if breadth_first:
+        chunks = [(kind, chunk) for kind in "FB" for chunk in range(virtual)[:: 1 if kind == "F" else -1]]
+        return [(kind, micro_batch, chunk) for kind, chunk in chunks for micro_batch in range(micro_batches)]
+    if virtual == 1:
+        total, ahead = micro_batches, min((in_flight or stages - stage) - 1, micro_batches)
+    elif micro_batches % stages:
+        raise HolmesError(
+            f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages")
+    else:
+        total = micro_batches * virtual
+        ahead = min(total,
+                    (stages - stage - 1) * 2 + (virtual - 1) * stages) if micro_batches > stages else total
+
+    def unit(kind: str, index: int) -> Pass:
+        if virtual == 1:
+            return kind, index, 0
+        chunk = index % (stages * virtual) // stages
+        micro_batch = index // (stages * virtual) * stages + index % stages
+        return kind, micro_batch, chunk if kind == "F" else virtual - 1 - chunk
+
+    order = [unit("F", index) for index in range(ahead)]
+    for index in range(total):
+        order += [unit("F", index + ahead)] if index + ahead < total else []
+        order += [unit("B", index)]
+    return order
+
+
+#: (kind "F" or "B", micro-batch, chunk)
+Pass = tuple[str, int, int]

@@ -8,7 +8,7 @@ plan/decide.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,16 +18,16 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import Table, digest_of, load_json, parse_json, save, with_digest
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.workload import StageLoad, Workload
+from holmes_ext.plan.across import neighbours
 from holmes_ext.plan.sizes import KINDS, Sizes, groups
-from holmes_ext.plan.traffic import NETWORK_APIS, VERBS, PlannedFabric, Traffic
+from holmes_ext.plan.traffic import LOCAL, NETWORK_APIS, VERBS, PlannedFabric, Traffic
+from holmes_ext.plan.workload import StageLoad, Workload
 
 VERSION = 4
-#: That are read.
-VERSIONS = (1, 2, 3, VERSION)
 #: `basis` of a plan whose model nobody told.
 NOMINAL = "nominal"
 ADVICE = "`holmes plan` writes one"
+_UPGRADE = "make the plan again with `holmes plan`"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
     nodes: tuple[str, ...]
     processes: int
     sizes: Sizes | None = None
-    #: In the order of preference; () in a file of version 1.
+    #: In the order of preference; () until derive_traffic().
     fabrics: tuple[PlannedFabric, ...] = ()
     #: Nodes of each, and the network between them.
     clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -190,18 +190,13 @@ def parse_plan(text: str, source: str) -> Plan:
 
 
 def _plan(top: Table, traffic: bool) -> Plan:
-    version = top.take("version", int)
-    if version not in VERSIONS:
-        known = ", ".join(map(str, VERSIONS[:-1]))
-        raise HolmesError(
-            f"{top.at('version')} is {version}; this holmes_ext reads versions {known} and {VERSION}")
-    digest, defaults = top.take("digest", str), {}
-    if version == 1:
-        top.table("transports")
-    elif version < VERSION or not traffic:
-        top.tables("traffic")
-        defaults["traffic"] = ()
-    plan = top.into(Plan, source=top.source, **defaults)
+    top.version(VERSION, _UPGRADE)
+    digest = top.take("digest", str)
+    given: dict[str, Any] = {"source": top.source}
+    if not traffic:
+        top.tables("traffic")  # what `holmes plan --json` prints has it; the job derives it again
+        given["traffic"] = ()
+    plan = top.into(Plan, **given)
     if digest != digest_of({key: value for key, value in top.values.items() if key != "digest"}):
         way_out = "the file was edited or truncated; make it again with `holmes plan`"
         raise HolmesError(f"{top.at('digest')} does not match: {way_out}")
@@ -225,3 +220,22 @@ def check_plan(plan: Plan, site: Site) -> Plan:
         made_for = f"made for other clusters or rates than {site.source}; make it again with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'site_digest': {made_for}")
     return plan
+
+
+def name_of(fabric: Fabric | None) -> str:
+    return LOCAL if fabric is None else fabric.name
+
+
+def pair_needs_group(plan: Plan, pair: Sequence[int], over: Sequence[int], network_api: str) -> bool:
+    """Whether two ranks that would send over `over` get a group: what they share is faster."""
+    return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
+
+
+def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
+    """The neighbours that get a group each where a framework sends batches over their pipeline group.
+
+    All or none: NCCL makes a group's communicator among all its ranks at the first batch over it (where no
+    device is bound), and a rank whose pairs all have their own would never come to it.
+    """
+    pairs = sorted({(min(pair), max(pair)) for pair in neighbours(ranks)})  # with chunks last and first, too
+    return pairs if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs) else []

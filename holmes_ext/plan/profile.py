@@ -16,8 +16,8 @@ from holmes_ext.document import digest_of, load_json, save, with_digest
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.workload import Workload
 
 VERSION = 1
 #: A model's layer may differ so much from the profile's in the bytes of its gradients (biases, padding of the

@@ -175,3 +175,24 @@ def parse_sizes(text: str, where: str) -> Sizes:
                 f"{where}: {key} is {value!r:.80}, which is not a whole number below 10^9")
         values[key] = value if key == "order" else int(value)
     return Sizes(**values)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return small + [number // value for value in reversed(small) if value * value != number]
+
+
+def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
+    """Ranks with the same part of such a weight: of the first and of the last stage in turn."""
+    group_of = {rank: group for group in groups(sizes, "data") for rank in group}
+    ends = {(group_of[ranks[0]], group_of[ranks[-1]]) for ranks in groups(sizes, "pipeline")}
+    return [tuple(rank for pair in zip(first, last) for rank in pair) for first, last in sorted(ends)]
+
+
+def sizes_text(sizes: Sizes) -> str:
+    """ "pipeline=2, tensor=4": as --holmes-sizes takes it."""
+    axes = ("pipeline", "tensor", "context", "expert")
+    named = [f"{name}={size}" for name in axes if (size := getattr(sizes, name)) > 1]
+    named += [f"order={sizes.order}"] if sizes.order != DEFAULT_ORDER else []
+    return ", ".join(named) or "pipeline=1"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm
+from holmes_ext.plan.across import CrossClusterAlgorithm
 
 VERBS, SOCKETS = NETWORK_APIS = ("verbs", "sockets")
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.
@@ -28,7 +28,7 @@ class PlannedFabric(Fabric):
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReductionSpec:
     """How the gradients of one pipeline stage are averaged."""
 
     #: Under the last backward pass.
@@ -46,9 +46,6 @@ class Reduction:
     across: CrossClusterAlgorithm | None = None
     #: Connections over which each pair of ranks shares out what crosses (gloo groups).
     streams: int = 1
-    #: Steps in which weights cross once, in place of gradients in each, which are summed inside clusters; 0:
-    #: gradients cross. Only while a job runs (--holmes-apart).
-    apart: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Traffic:
     #: one.
     transports: dict[str, tuple[str, ...]]
     #: By stage; one entry where the sizes are not known.
-    reductions: tuple[Reduction, ...]
+    reductions: tuple[ReductionSpec, ...]
     #: Of the pipeline.
     edges: tuple[Edge, ...] = ()
     #: Micro-batches that each stage begins before its first backward ends, where sends do not block; () where
@@ -87,7 +84,7 @@ class Traffic:
     passes: tuple[str, ...] = ()
     #: Of gradients of a weight that the first and the last stage share, in two levels; None where each rank
     #: sums with its twin, as frameworks do.
-    tied: Reduction | None = None
+    tied: ReductionSpec | None = None
 
 
 def same(values: tuple[str, ...]) -> tuple[str, ...]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext.cluster.site import Fabric, Node, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.decide import reduction_of, resized
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import SOCKETS, Reduction
-from holmes_ext.runtime.groups.backend import network_api_of
+from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
+from holmes_ext.runtime.backend import network_api_of
 from holmes_ext.runtime.groups.transport import Transport, transport_on
+from holmes_ext.runtime.planning import PlanMaker
 from holmes_ext.runtime.start.launcher import Process
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.cost.model import Model
 
 
 @dataclass
@@ -40,6 +42,8 @@ class Session:
     store: Any = None
     model: Model | None = None
     engine: EngineTraits = EngineTraits()
+    #: Derives other plans from `plan`. None only in tests of what needs no other plan.
+    maker: PlanMaker | None = None
     forced_nets: dict[str, str] = field(default_factory=dict)
     #: What this rank did of what the plan decides (watch/as_planned.py compares): ranks of a group -> how it
     #: summed gradients; micro-batches in flight of every stage, () under the framework's own schedule.
@@ -71,7 +75,9 @@ class Session:
         if sizes == self.plan.sizes:
             return self.plan
         if sizes not in self._resized:
-            self._resized[sizes] = resized(self.plan, sizes, self.options, self.model, self.engine)
+            self._resized[sizes] = self._maker.complete_plan(
+                self.plan, sizes, self.options, self.model, self.engine
+            )
         return self._resized[sizes]
 
     def adopt(self, sizes: Sizes, plan: Plan, sums: bool = False) -> None:
@@ -82,13 +88,13 @@ class Session:
         else:
             self._resized[sizes] = plan
 
-    def stages(self, sizes: Sizes, backend: str) -> tuple[Reduction, ...]:
+    def stages(self, sizes: Sizes, backend: str) -> tuple[ReductionSpec, ...]:
         """How each stage of a job of complete `sizes` reduces its gradients by `backend`."""
         return self.plan_for(sizes).traffic_of(network_api_of(backend) or SOCKETS).reductions
 
     def reduction(
         self, ranks: Iterable[int], backend: str, total_bytes: float = inf, compress: str | None = None
-    ) -> Reduction:
+    ) -> ReductionSpec:
         """How a group sums total_bytes of gradients in a step; compress: instead of --holmes-compress."""
         options = self.options if compress is None else replace(self.options, compress=compress)
         network_api = network_api_of(backend) or SOCKETS
@@ -96,9 +102,16 @@ class Session:
         again = self.decided_again(members, backend)
         if again is not None and again.compress == options.compress:
             return again
-        return reduction_of(self.plan, members, network_api, options, total_bytes, self.engine)
+        return self._maker.spec_of_group(
+            self.plan, members, network_api, options, total_bytes, self.engine
+        )
 
-    def decided_again(self, ranks: Iterable[int], backend: str) -> Reduction | None:
+    @property
+    def _maker(self) -> PlanMaker:
+        assert self.maker is not None, "this Session has no functions that make plans"
+        return self.maker
+
+    def decided_again(self, ranks: Iterable[int], backend: str) -> ReductionSpec | None:
         """How a group of `ranks` sums by what the job has measured; None where nothing was decided of it."""
         if self.learned is None or (stage := self.learned.stage_of(ranks)) is None:
             return None
@@ -119,19 +132,17 @@ class GroupRecord:
 class DoneReduction:
     """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; two_levels:
     else one ring; overlap: under the last backward; reported: the user knows why it differs; follows: the
-    plan's changes; why_not_apart: why its clusters cannot go apart; round_s: of their last round."""
+    plan's changes."""
 
-    planned: Reduction
+    planned: ReductionSpec
     bytes: float
     two_levels: bool
     overlap: bool
     reported: bool = False
     follows: bool = False
-    why_not_apart: str = ""
-    round_s: float = 0.0
 
 
-def note_reduction(ranks: Iterable[int], planned: Reduction | None, size: float, **how: Any) -> None:
+def note_reduction(ranks: Iterable[int], planned: ReductionSpec | None, size: float, **how: Any) -> None:
     """`ranks` have summed gradients; of several sums the largest counts. how: of DoneReduction. Only where
     holmes is on and the group has two ranks."""
     key = tuple(ranks)

@@ -10,6 +10,7 @@ from packaging.version import Version
 
 from holmes_ext.cluster.site import Site
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
@@ -51,4 +52,4 @@ def session_of(rank: int, site: Site, plan: Plan, options: Options | None = None
         master_port=0,
         launcher="test",
     )
-    return session.Session(options or Options(), process, site, plan, rank)
+    return session.Session(options or Options(), process, site, plan, rank, maker=maker)

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from holmes_ext.join import training
 from holmes_ext.join.patches import deepspeed as deepspeed_joined
 from holmes_ext.join.patches import torch as torch_joined
-from holmes_ext.options import Options
+from holmes_ext.options import options_from
 from holmes_ext.patches.engine.registry import Registry
 from holmes_ext.samples import examples
 from integration_tests.jobs import full
@@ -23,7 +23,7 @@ AVERAGE = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weig
 
 
 def attach(name, port, outer):
-    training.request(Options(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(options_from(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
     torch_joined.attach()
     registry = Registry(deepspeed_joined.PATCHES)
     registry.enable(["joined-deepspeed"], required=True)

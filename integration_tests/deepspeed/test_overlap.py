@@ -157,7 +157,7 @@ def engine_for(config, options):
 def counted(group):
     """Elements that all-reduces over `group`, and reductions to owners, carry meanwhile, in a list of one
     number."""
-    total, original, to_owners = [0], torch.distributed.all_reduce, ReduceToOwners.__call__
+    total, original, to_owners = [0], torch.distributed.all_reduce, ReduceToOwners.reduce
 
     def all_reduce(tensor, *args, **kwargs):
         total[0] += tensor.numel() if kwargs.get("group") is group else 0
@@ -168,11 +168,11 @@ def counted(group):
         total[0] += flat.numel()
         return to_owners(self, flat, spans)
 
-    torch.distributed.all_reduce, ReduceToOwners.__call__ = all_reduce, reduce
+    torch.distributed.all_reduce, ReduceToOwners.reduce = all_reduce, reduce
     try:
         yield total
     finally:
-        torch.distributed.all_reduce, ReduceToOwners.__call__ = original, to_owners
+        torch.distributed.all_reduce, ReduceToOwners.reduce = original, to_owners
 
 
 def train(config, options, held=False):

@@ -75,7 +75,7 @@ def train(config):
         for _, group in engine.module.get_tied_weights_and_groups():
             reducer = tied.made.get(group)  # holmes's hierarchical all-reduce, None without holmes
             if reducer is not None:
-                bytes_across += reducer.bytes_across
+                bytes_across += reducer.reduction.bytes_across
     return Trained(losses, weights, bytes_across)
 
 

@@ -20,7 +20,7 @@ from holmes_ext.options import Options
 from holmes_ext.patches import Registry, all_patches
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
@@ -103,7 +103,7 @@ def session_with(options):
 
     def reduction(ranks, backend, *_):
         clusters = ("a", "b") if len(ranks) == 4 else ()
-        return Reduction(False, 0, clusters, two_level_from=65, compress=options.get("compress", "off"))
+        return ReductionSpec(False, 0, clusters, two_level_from=65, compress=options.get("compress", "off"))
 
     plan, rank = build_plan(site()), torch.distributed.get_rank()
     return SimpleNamespace(options=Options(**options), rank=rank, plan=plan, reduction=reduction,
@@ -114,13 +114,13 @@ def session_with(options):
 def holmes(options):
     """The patches applied, a session with these options active, and how many elements went in two levels, in
     a list of one number."""
-    registry, original, elements = Registry(deepspeed_two_level.PATCHES), KIND.__call__, [0]
+    registry, original, elements = Registry(deepspeed_two_level.PATCHES), KIND.all_reduce, [0]
 
-    def counted(self, flat):
+    def counted(self, flat, bucket=None):
         elements[0] += flat.numel()
-        return original(self, flat)
+        return original(self, flat, bucket)
 
-    KIND.__call__ = counted
+    KIND.all_reduce = counted
     registry.enable(["two-level"], required=True, disabled=frozenset())
     session.set_active(session_with(options))
     try:
@@ -128,11 +128,11 @@ def holmes(options):
     finally:
         session.set_active(None)
         registry.undo()
-        KIND.__call__ = original
-        for made in deepspeed_two_level._two_level_all_reduces.values():
+        KIND.all_reduce = original
+        for made in deepspeed_two_level._hierarchical_reductions.values():
             made.close()
-        deepspeed_two_level._two_level_all_reduces.clear()
-        deepspeed_two_level._planned_reductions.clear()
+        deepspeed_two_level._hierarchical_reductions.clear()
+        deepspeed_two_level._planned_specs.clear()
 
 
 def compare_scenes(rank, names):

@@ -3,7 +3,7 @@
 Compared is the peak of torch's caching allocator with that of the same job without holmes. With holmes, the
 peak may be higher by:
 
-    buckets of gradients that have memory of their own (plan/cost/buckets.py)
+    buckets of gradients that have memory of their own (plan/buckets.py)
     activations of the micro-batches that a pipeline stage holds beyond those of the 1F1B schedule
     buffers of the messages between pipeline stages
 """
@@ -13,7 +13,7 @@ import json
 import pytest
 from carriers import LESS_MEMORY, PHYSICAL
 
-from holmes_ext.plan.cost.buckets import buffer_bytes
+from holmes_ext.plan.buckets import buffer_bytes
 from integration_tests.gpu.commands import FOUR_RANKS, ON_GPU
 from integration_tests.jobs import ON_CPU, ROOT, TRAIN, losses, same, some
 

@@ -36,7 +36,7 @@ from holmes_ext.join.peers import take as cross_take
 from holmes_ext.join.rounds.coordinator_link import CoordinatorLink
 from holmes_ext.join.shards.state import OuterState
 from holmes_ext.join.sockets import handshake
-from holmes_ext.options import Options
+from holmes_ext.options import options_from
 
 TIMEOUT_S = 3
 OUTER = f"every=4,fragments=2,delay=1,compress=off,weight=equal,timeout={TIMEOUT_S}"
@@ -177,7 +177,7 @@ def _train(job: Job, rank: int, incarnation: int, tell: Callable[..., None]) -> 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(job.place / f"{job.name}.{incarnation}.store"), job.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks)
-    training.request(Options(join=f"{job.name}@127.0.0.1:{job.port}", outer=job.outer),
+    training.request(options_from(join=f"{job.name}@127.0.0.1:{job.port}", outer=job.outer),
                      {"HOLMES_JOIN_TOKEN": TOKEN})
     torch_joined.attach()
     torch.manual_seed(1)

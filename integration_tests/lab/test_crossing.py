@@ -17,8 +17,7 @@ from integration_tests.jobs import full
 from integration_tests.lab.processes import PATIENCE, cli, python
 
 TOML = toml("a ib 2Gb/s a0,a1 uplink=100Mb/s", "b roce 1Gb/s b0", "c ethernet - c0",
-            ethernet="200Mb/s").replace(
-    "version = 1", "version = 2") + "".join(
+            ethernet="200Mb/s") + "".join(
     f'[[between]]\nclusters = {json.dumps(pair)}\nrate = "{rate}"\nlatency = "{latency}"\n'
     for pair, rate, latency in (
         (["a", "b"], "50Mb/s", "20ms"), (["a", "c"], "80Mb/s", "5ms"), (["b", "c"], "40Mb/s", "1ms")))

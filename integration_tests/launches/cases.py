@@ -5,7 +5,7 @@ How it works:
 
     data       All process groups use gloo, so the models train on real data, without GPUs.
     backend    Holmes reads the name of a group's backend as "fake", and then launches the same operations as
-               for NCCL (runtime/groups/backend.py).
+               for NCCL (runtime/backend.py).
 
 Hierarchical all-reduces ("two levels") normally need a minimum size. The minimum is zero here, so that small
 models use them, too.
@@ -30,10 +30,10 @@ from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry, all_patches
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime import session
-from holmes_ext.runtime.groups import backend
+from holmes_ext.runtime import backend, session
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.start.launcher import Process
 
@@ -92,7 +92,7 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = build_plan(one.site, one.sizes, options=one.options)
     process = Process(rank, world, 0, 1, "", 0, "test")
-    current = session.Session(one.options, process, one.site, plan, rank)
+    current = session.Session(one.options, process, one.site, plan, rank, maker=maker)
     named, reduction, new_group = backend.backend_named, session.Session.reduction, dist.new_group
 
     def group(*args: Any, **more: Any) -> Any:
@@ -114,7 +114,7 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
         session.set_active(current)
         stack.callback(session.set_active, None)
         # of the group of all ranks, which stays
-        for known in (deepspeed_two_level._planned_reductions, deepspeed_two_level._two_level_all_reduces):
+        for known in (deepspeed_two_level._planned_specs, deepspeed_two_level._hierarchical_reductions):
             stack.callback(known.clear)
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -162,13 +162,13 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
     The result also says which features of holmes the case used.
     """
     used: set[str] = set()  # names of the features that the case used
-    all_reduce_in_two_levels = TwoLevelCollectives.__call__  # the hierarchical all-reduce
+    all_reduce_in_two_levels = TwoLevelCollectives.all_reduce  # the hierarchical all-reduce
 
     def note_use(*args: Any, **more: Any) -> Any:
         used.add("two levels")
         return all_reduce_in_two_levels(*args, **more)
 
-    with as_under_nccl(one, features) as log, mock.patch.object(TwoLevelCollectives, "__call__", note_use):
+    with as_under_nccl(one, features) as log, mock.patch.object(TwoLevelCollectives, "all_reduce", note_use):
         losses = train()
         current = session.require()  # the state of holmes in this process, with the plan of the case
         reductions_of_stages = current.stages(one.sizes, backend="fake")

@@ -46,7 +46,7 @@ ONE_CHANNEL = dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NC
                              "NCCL_NSOCKS_PERTHREAD"), "1")
 #: holmes's modules, too: each rank would import them.
 PRELOADED = (*PRELOAD, "holmes_ext.job", *(f"holmes_ext.runtime.reduce.{name}" for name in (
-    "reducer", "two_level_nccl", "tied", "straddling")))
+    "reducer", "two_level_nccl", "tied")))
 DEVICES = ("plain", *ONE_AT_A_TIME, "few multiprocessors", "late kernels")
 NAMES = "abc"
 

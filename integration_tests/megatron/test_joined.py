@@ -15,7 +15,7 @@ from ranks import run_ranks
 from holmes_ext.join import training
 from holmes_ext.join.patches import megatron as megatron_joined
 from holmes_ext.join.patches import torch as torch_joined
-from holmes_ext.options import Options
+from holmes_ext.options import options_from
 from holmes_ext.patches.engine.registry import Registry
 from holmes_ext.samples import examples
 from integration_tests.jobs import full, megatron_core
@@ -42,7 +42,7 @@ def rank_of(rank, ranks, options, job, join):
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
     sys.path.insert(0, str(examples() / "megatron_core"))
     if join:
-        training.request(Options(join=join, outer=OUTER), {"HOLMES_JOIN_TOKEN": TOKEN})
+        training.request(options_from(join=join, outer=OUTER), {"HOLMES_JOIN_TOKEN": TOKEN})
         torch_joined.attach()
         Registry(megatron_joined.PATCHES).enable(["joined-megatron"], required=True)
     import train

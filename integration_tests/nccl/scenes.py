@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holmes_ext
 from holmes_ext.patches.megatron import p2p
-from holmes_ext.plan.cost.pipeline import passes
+from holmes_ext.plan.passes import passes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.mailbox import of_pairs
 from holmes_ext.runtime.groups.members import members_group
@@ -207,11 +207,12 @@ def two_levels() -> dict:
     found = {}
     for name, kind, compress in (("float32", torch.float32, "off"), ("bfloat16", torch.bfloat16, "off"),
                                  ("int8", torch.float32, "int8")):  # fmt: skip
-        reduce = TwoLevelCollectives([[0, 1], [2, 3]], chunk_bytes=1 << 14, compress=compress, purpose=name)
+        reduction = TwoLevelCollectives(
+            [[0, 1], [2, 3]], chunk_bytes=1 << 14, compress=compress, purpose=name)
         for size in (1, 7, 4099, 1 << 16):
             parts = [torch.randn(size, generator=torch.Generator().manual_seed(one)) for one in range(world)]
             mine = parts[rank].to(DEVICE, kind)
-            reduce(mine).wait()
+            reduction.all_reduce(mine).wait()
             expected = torch.stack(parts).to(kind).double().sum(0)
             difference = (mine.double().cpu() - expected).abs().max() / expected.abs().max()
             found[name] = max(found.get(name, 0.0), difference.item())

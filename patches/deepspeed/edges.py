@@ -48,7 +48,7 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.passes import before
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, network_api_of
+from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of, of_pairs
 from holmes_ext.runtime.groups.receive_order import Flight, ListedOrder, flight_of

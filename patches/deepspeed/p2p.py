@@ -20,9 +20,9 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.deepspeed.features import EDGES, GRID_CHECK, P2P
 from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
-from holmes_ext.plan.decisions import pair_needs_group
+from holmes_ext.plan.plan import pair_needs_group
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.groups.backend import backend_of, network_api_of
+from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import check_grid
 from holmes_ext.runtime.groups.members import groups_of
 from holmes_ext.runtime.session import Session

@@ -31,7 +31,7 @@ from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, one_hardware_queue
+from holmes_ext.runtime.backend import backend_of, one_hardware_queue
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.words import tell_user
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from holmes_ext.adapt.learning import begin_step
-from holmes_ext.adapt.window import Stage
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
 from holmes_ext.patches.deepspeed.edges import unsupported
@@ -23,8 +21,10 @@ from holmes_ext.patches.deepspeed.profile import gradient_bytes, own_layers
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, inside, with_session
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.groups.backend import backend_of, network_api_of
+from holmes_ext.runtime import hooks
+from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.measure import telemetry
+from holmes_ext.runtime.measure.stage import Stage
 
 
 @by_name
@@ -138,9 +138,9 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     sizes = grid_sizes(current, instance.grid)
     lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).passes)
     if not lists_passes:
-        # begin_step() looks at the measured times, and may replace the number in the plan. It calls _stage()
+        # An extension may look at the measured times and replace the number in the plan. It calls _stage()
         # only when it starts to measure.
-        begin_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))
+        hooks.on_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))
     return call()
 
 

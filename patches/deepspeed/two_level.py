@@ -33,9 +33,9 @@ from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name, with_session
 from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
-from holmes_ext.plan.traffic import SOCKETS, Reduction
+from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
+from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
@@ -47,9 +47,9 @@ _averaging = Running()
 #: one of these gradients.
 _reducing_tied = Running()
 #: Process group -> how the plan of the job reduces its gradients.
-_planned_reductions: weakref.WeakKeyDictionary[Any, Reduction] = weakref.WeakKeyDictionary()
-#: Process group -> its two-level all-reduce.
-_two_level_all_reduces: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_planned_specs: weakref.WeakKeyDictionary[Any, ReductionSpec] = weakref.WeakKeyDictionary()
+#: Process group -> its hierarchical Reduction; None if the plan's clusters turn out to be one.
+_hierarchical_reductions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @by_name
@@ -78,11 +78,11 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     if not is_sum or async_op or has_other_arguments or not tensor.is_contiguous():
         return call()
     group = group or dist.group.WORLD
-    two_level_all_reduce = _two_level_all_reduce_of(group, tensor.nbytes)
-    if two_level_all_reduce is None:
+    reduction = _hierarchical_reduction_of(group, tensor.nbytes)
+    if reduction is None:
         return call()
     try:
-        two_level_all_reduce(tensor.view(-1)).wait()  # in place
+        reduction.all_reduce(tensor.view(-1)).wait()  # in place
     except RuntimeError as error:  # gloo and NCCL raise it, e.g. if another rank has died
         bucket = f"a bucket of {tensor.numel()} elements"
         ranks = group_ranks(group)
@@ -90,8 +90,8 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
         raise HolmesError(describe_failure(bucket, ranks, fabric, str(error))) from error
 
 
-def _two_level_all_reduce_of(group: Any, size: int) -> Any:
-    """Return the function that sums a tensor over a group in two levels, inside and between clusters.
+def _hierarchical_reduction_of(group: Any, size: int) -> Any:
+    """Return the Reduction that sums a tensor over a group in two levels, inside and between clusters.
 
     Return None if the group is in one cluster, or the tensor is so small that torch's all-reduce is faster.
     All ranks of the group get the same answer. The first call makes process groups, so all ranks must make
@@ -104,20 +104,19 @@ def _two_level_all_reduce_of(group: Any, size: int) -> Any:
         HolmesError: The option --holmes-compress int8 is set. It does not work with DeepSpeed's buckets.
     """
     # Imported here, where torch has been loaded already.
-    from holmes_ext.runtime.reduce.straddling import planned, two_level_for
+    from holmes_ext.runtime.reduce.hierarchical import hierarchical_for
 
-    reduction = _planned_reductions.get(group)
-    if reduction is None:
-        reduction = planned(group)  # how the plan of the job reduces the gradients of this group
-        assert reduction is not None  # it is None only while holmes is off
-        _planned_reductions[group] = reduction
-    is_over_clusters = bool(reduction.clusters)  # the clusters of the ranks; empty if they are in one
-    is_large_enough = size >= reduction.two_level_from  # bytes
+    spec = _planned_specs.get(group)
+    if spec is None:
+        spec = session.require().reduction(group_ranks(group), backend_of(group))
+        _planned_specs[group] = spec
+    is_over_clusters = bool(spec.clusters)  # the clusters of the ranks; empty if they are in one
+    is_large_enough = size >= spec.two_level_from  # bytes
     two_levels = is_over_clusters and is_large_enough
     # Record how the gradients were reduced. A later check compares this with the plan.
     session.note_reduction(
         group_ranks(group),
-        _reduction_that_engine_can_run(reduction),
+        _spec_that_engine_can_run(spec),
         size,
         two_levels=two_levels,
         overlap=False,
@@ -125,17 +124,17 @@ def _two_level_all_reduce_of(group: Any, size: int) -> Any:
     )
     if not two_levels:
         return None
-    if group not in _two_level_all_reduces:
-        if reduction.compress == "int8":
+    if group not in _hierarchical_reductions:
+        if spec.compress == "int8":
             raise HolmesError(
                 "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's "
                 "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
                 "--holmes-overlap on")
-        _two_level_all_reduces[group] = two_level_for(group, size, reduction)  # makes process groups
-    return _two_level_all_reduces[group]
+        _hierarchical_reductions[group] = hierarchical_for(group, size, spec)  # makes process groups
+    return _hierarchical_reductions[group]
 
 
-def _reduction_that_engine_can_run(reduction: Reduction) -> Reduction:
+def _spec_that_engine_can_run(spec: ReductionSpec) -> ReductionSpec:
     """Return the planned gradient reduction, without overlap if the engine is no pipeline engine.
 
     The plan assumes a pipeline engine, whose reduction may overlap with the backward pass. DeepSpeedEngine's
@@ -145,8 +144,8 @@ def _reduction_that_engine_can_run(reduction: Reduction) -> Reduction:
 
     has_pipeline_engine = p2p._grid is not None  # DeepSpeed sets it when it makes a pipeline engine
     if has_pipeline_engine:
-        return reduction
-    return replace(reduction, overlap=False)
+        return spec
+    return replace(spec, overlap=False)
 
 
 @with_session

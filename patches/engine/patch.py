@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from holmes_ext.options import CHOICES, Options, flag
+from holmes_ext.options import Options, choices_of, flag
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -60,7 +60,7 @@ class Feature:
     name: str  # as HOLMES_DISABLE and --holmes-require take it
     versions: str  # package and PEP 440 range, as in "deepspeed>=0.19,<0.20"
     tried: tuple[str, ...] = ()  # versions that the feature was run with, at least the oldest and the newest
-    option: str = ""  # field of Options that switches the feature on; "" if every job uses it
+    option: str = ""  # name of the option that switches the feature on; "" if every job uses it
     idle: tuple[str, ...] = ()  # values of `option` that leave the feature off
 
     #: Returns the version of the imported framework, if its package has no metadata: it is vendored, or runs
@@ -87,15 +87,17 @@ class Feature:
     def asked_for(self, options: Options) -> bool:
         if self.only_by:
             return False
-        return not self.option or getattr(options, self.option) not in self.idle
+        return not self.option or options.value(self.option) not in self.idle
 
     @property
     def asked_by(self) -> str:
         """What switches the feature on, e.g. "--holmes-overlap auto or on"; "" if every job uses it."""
         if self.only_by:
             return self.only_by
-        values = [value for value in CHOICES.get(self.option, ()) if value not in self.idle]
-        return " ".join([flag(self.option), " or ".join(values)]).strip() if self.option else ""
+        if not self.option:
+            return ""
+        values = [value for value in choices_of(self.option) if value not in self.idle]
+        return f"{flag(self.option)} {' or '.join(values)}".strip()
 
     def version_misfit(self, version: str | None) -> str | None:
         """Return why the feature does not support a version of its framework; None if it does.

@@ -31,8 +31,6 @@ from holmes_ext.patches.engine.source import source_misfit
 from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
-#: Names of features that former versions of holmes had. HOLMES_DISABLE may still contain them.
-_FORMER = ("overlap-gather",)
 #: Why a feature is off that nobody has asked for. The user is not told about it.
 _UNWANTED = "not enabled"
 
@@ -58,7 +56,7 @@ def _features_named(source: str, text: str, known: Iterable[str]) -> frozenset[s
     """
     known = list(known)
     names = {name.strip() for name in text.split(",")} - {""}
-    if unknown := sorted(names - {*known, *_FORMER, "all"}):
+    if unknown := sorted(names - {*known, "all"}):
         raise HolmesError(f"{source}: {_unknown(unknown[0], [*known, 'all'])}")
     return frozenset(known if "all" in names else names)
 
@@ -117,14 +115,34 @@ class Registry:
     Every public method may be called from any thread.
     """
 
-    def __init__(self, patches: Iterable[Patch] = ()):
+    def __init__(self, patches: Iterable[Patch] = (), elsewhere: Iterable[str] = ()):
+        """Collect patches, without applying any.
+
+        Args:
+            patches: The patches.
+            elsewhere: Names of features whose patches may be added later. Until then they can be switched
+                off, but not required.
+        """
+        self._elsewhere = frozenset(elsewhere)
         self._lock = threading.RLock()
         self._features: dict[str, _Progress] = {}
         self._locations: dict[str, Location] = {}  # by target, of the patches that are applied
         self._watched: set[str] = set()
+        self.add(patches)
+
+    def add(self, patches: Iterable[Patch]) -> None:
+        """Add patches, without applying them.
+
+        Patches that were added before are left out.
+
+        Raises:
+            ValueError: two patches of a feature have the same target, or two features have the same name.
+        """
         for patch in patches:
             name, target = patch.feature.name, patch.target
             progress = self._features.setdefault(name, _Progress(patch.feature))
+            if any(patch is other for other in progress.patches):
+                continue
             if patch.feature != progress.feature or target in [other.target for other in progress.patches]:
                 raise ValueError(f"{name}: {target} is given twice, or in two features of one name")
             progress.patches.append(patch)
@@ -147,8 +165,10 @@ class Registry:
         names = list(names)
         disabled = self.switched_off() if disabled is None else disabled
         for name in names:
+            if name in self._elsewhere and name not in self._features:
+                raise HolmesError(f"feature {name} belongs to an extension that this job does not use")
             if name not in self._features:
-                raise HolmesError(_unknown(name, self._features))
+                raise HolmesError(_unknown(name, self._known_names()))
         for name in names:
             progress = self._features[name]
             with self._lock:
@@ -191,8 +211,9 @@ class Registry:
             HolmesError: an option names an unknown feature (raised by _features_named or enable), or a
                 required feature does not fit or is not in use.
         """
-        for name in _features_named("--holmes-try", options.try_, self._features):
-            self._features[name].anyway = True
+        for name in _features_named("--holmes-try", options.try_, self._known_names()):
+            if name in self._features:
+                self._features[name].anyway = True
         required = set(options.required_features)
         self.enable(required, required=True)
         for name in sorted(required):
@@ -221,7 +242,10 @@ class Registry:
 
     def switched_off(self) -> frozenset[str]:
         """Return the features that HOLMES_DISABLE switches off."""
-        return disabled_features(os.environ, self._features)
+        return disabled_features(os.environ, self._known_names())
+
+    def _known_names(self) -> list[str]:
+        return list(dict.fromkeys([*self._features, *self._elsewhere]))
 
     def is_on(self, name: str) -> bool:
         """Return whether the patches of a feature are applied, or will be when their modules are imported."""

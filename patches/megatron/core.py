@@ -30,7 +30,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.groups.grid import check_grid, tell
-from holmes_ext.runtime.start.refusal import told_once
+from holmes_ext.runtime.refusal import told_once
 
 
 class _Job:

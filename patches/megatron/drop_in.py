@@ -17,11 +17,11 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.call import arguments_of
 from holmes_ext.patches.megatron.core import sizes_of
 from holmes_ext.patches.torch.features import LATE_START
+from holmes_ext.plan.sizes import sizes_text
 from holmes_ext.runtime import session
+from holmes_ext.runtime.backend import nccl_backend_in, timeout_of
+from holmes_ext.runtime.backend_table import Connect, traits_of
 from holmes_ext.runtime.groups import communicators
-from holmes_ext.runtime.groups.backend import nccl_backend_in, timeout_of
-from holmes_ext.runtime.groups.backend_table import Connect, traits_of
-from holmes_ext.runtime.groups.grid import say
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.store import until_gone
 
@@ -101,7 +101,7 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
     if arguments["num_distributed_optimizer_instances"] > 1:
         enable()  # a plan that is made without sizes keeps each optimizer instance in one cluster
     else:
-        enable(sizes=say(sizes).replace(" ", ""))  # such as "pipeline=2,tensor=4"
+        enable(sizes=sizes_text(sizes).replace(" ", ""))  # such as "pipeline=2,tensor=4"
     dist.init_process_group(**init_arguments)
 
 

@@ -76,6 +76,11 @@ MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
 
 P2P_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+#: step() of each class of optimizer.
+OPTIMIZER_STEPS = tuple(
+    f"megatron.core.optimizer.optimizer:{name}.step"
+    for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+)
 
 
 #: What it does, for the plan.

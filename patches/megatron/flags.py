@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from holmes_ext.options import CHOICES, HELP, NAMES, PREFIX, flag
+from holmes_ext.options import PREFIX, choices_of, flag, help_of, names
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron.features import LM, MEGATRON_DEEPSPEED_FLAGS
@@ -27,12 +27,12 @@ def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParse
         The parser.
     """
     group = parser.add_argument_group("holmes", "one job over several clusters with different NICs")
-    # PREFIX is "--holmes". NAMES are the options, and flag(name) is the flag of one, "--holmes-<name>".
+    # PREFIX is "--holmes". names() are the options, and flag(name) is the flag of one, "--holmes-<name>".
     group.add_argument(PREFIX, action="store_true", default=True, help="switch holmes on")
-    for name in NAMES:
-        value = getattr(current.options, name)
-        help_text = HELP[name].replace("%", "%%")  # argparse formats help texts with the % operator
-        group.add_argument(flag(name), default=value, choices=CHOICES.get(name), help=help_text)
+    for name in names():
+        value = current.options.value(name)
+        help_text = help_of(name).replace("%", "%%")  # argparse formats help texts with the % operator
+        group.add_argument(flag(name), default=value, choices=choices_of(name) or None, help=help_text)
     parser.set_defaults(holmes_plan_digest=current.plan.digest, holmes_nodes=list(current.plan.nodes))
     _escape_percent_signs(parser)
     return parser
@@ -93,7 +93,7 @@ def tell_near_misses(parser):
         The parser.
     """
     usage_error = parser.error  # prints the usage and a message, and exits
-    holmes_flags = [PREFIX, *map(flag, NAMES)]
+    holmes_flags = [PREFIX, *map(flag, names())]
 
     def error(message):
         """Call usage_error with the message, and a suggestion for each misspelt flag in it."""

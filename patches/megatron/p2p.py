@@ -23,10 +23,10 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron.features import EDGES, P2P, P2P_MODULE
-from holmes_ext.plan.decisions import pair_needs_group
+from holmes_ext.plan.plan import pair_needs_group
 from holmes_ext.runtime import session
+from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups import mailbox
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.members import pair_group, pair_groups
 

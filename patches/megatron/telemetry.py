@@ -15,19 +15,25 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from holmes_ext.adapt.learning import begin_step
-from holmes_ext.adapt.restart import saved
-from holmes_ext.adapt.window import Stage
-from holmes_ext.join.patches.megatron import OPTIMIZER_STEPS
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name, inside, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.edges import unsupported_feature
-from holmes_ext.patches.megatron.features import ADAPT, EDGES, RESTART, SCHEDULES, TELEMETRY, loaded_version
+from holmes_ext.patches.megatron.features import (
+    ADAPT,
+    EDGES,
+    OPTIMIZER_STEPS,
+    RESTART,
+    SCHEDULES,
+    TELEMETRY,
+    loaded_version,
+)
 from holmes_ext.patches.megatron.profile import gradient_bytes
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks, network_api_of
+from holmes_ext.runtime import hooks
+from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.measure import telemetry
+from holmes_ext.runtime.measure.stage import Stage
 
 
 @by_name
@@ -116,9 +122,9 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
     # A feature of the job with which the mailbox cannot transfer the messages, or None.
     if unsupported_feature(get_model_config(chunk), call.arguments()):
         return call()
-    # In the first step, begin_step() starts to measure, and calls describe(). In later steps it adopts a new
+    # In the first step, an extension may start to measure, and calls describe(). In later steps it adopts a new
     # plan if all ranks have agreed on one.
-    begin_step(
+    hooks.on_step(
         current,
         core.job.sizes,
         num_microbatches,
@@ -138,9 +144,9 @@ def _save(call, instance):
     """
     request = call()
     if request is None:
-        saved()  # the job may now restart from this checkpoint
+        hooks.on_checkpoint()  # the job may now restart from this checkpoint
     else:
-        request.add_finalize_fn(saved)
+        request.add_finalize_fn(hooks.on_checkpoint)
     return request
 
 

@@ -5,8 +5,6 @@ comm hook of holmes (ddp.py) calls the method `reduce` of a `BucketReducer`. Ter
 
     two levels     hierarchical all-reduce: sums inside each cluster first, then between clusters
     wire dtype     the dtype in which a bucket is sent, e.g. float16 if the program uses fp16_compress_hook
-    apart          clusters train without each other for some steps, then average their weights
-                   (--holmes-apart)
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.watch.failure import describe_failure
@@ -45,16 +43,18 @@ class BucketReducer:
     All ranks start the same buckets in the same order.
     """
 
-    def __init__(self, ddp: Any, all_reduce: Any, planned_sum: Any = None):
+    def __init__(self, ddp: Any, reduction: Any, planned: Any = None):
+        """Prepare the comm hook of a DistributedDataParallel.
+
+        Args:
+            reduction: The Reduction that sums the buckets over the group.
+            planned: The PlannedReduction whose `reduction` that is. On the CPU, the plan may choose another
+                one while the job runs (_follow_plan). None if the plan does not choose.
+        """
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
-        self.all_reduce = all_reduce  # starts the sum of a flat tensor over the group
-        # How the plan sums these gradients (a GroupSum); all_reduce is then its method. On the CPU the plan
-        # may change while the job runs (_follow_plan). None: all_reduce is torch's.
-        self._planned_sum = planned_sum
-        self._was_summed = False  # whether this step's buckets were summed as planned
-        if planned_sum is not None and planned_sum.apart.settings is not None:  # --holmes-apart
-            ddp.register_forward_pre_hook(self.before_forward)
+        self.reduction = reduction
+        self._planned = planned
         # ddp.py sets these three when the program registers a comm hook or uses join().
         self.program_hook: tuple[Any, Any] | None = None  # (state, hook) that reduces instead of this object
         self.has_registered_hook = False  # whether the program has registered its hook: DDP allows one
@@ -85,9 +85,9 @@ class BucketReducer:
             return allreduce_hook(ddp.process_group, bucket)
 
         # On the CPU, holmes may change the plan while the job runs: at the first bucket of a step.
-        follows_plan = self._planned_sum is not None and not flat.is_cuda
+        follows_plan = self._planned is not None and not flat.is_cuda
         if follows_plan and index == 0:
-            self._follow_plan()  # may replace self.all_reduce
+            self._follow_plan()  # may replace self.reduction
         sent = self._tensor_to_send(index, flat)  # `flat`, or a copy of it in another dtype
         sent.div_(self._divisor(ddp))  # so the sum over the ranks is the average
         if follows_plan and bucket.is_last():
@@ -96,7 +96,7 @@ class BucketReducer:
         else:
             span = nullcontext()
         with self._errors_naming(index), span:  # the message of a network error then names this bucket
-            work = self.all_reduce(sent)
+            work = self.reduction.all_reduce(sent)
 
         if self.postponed is not None:  # a pipeline's training step: finish() waits for the bucket
             started = StartedBucket(index, work, sent, flat, bucket.parameters(), bucket.gradients())
@@ -161,34 +161,23 @@ class BucketReducer:
         return sent
 
     def _follow_plan(self) -> None:
-        """Switch to another all-reduce if the plan for the gradients has changed.
+        """Switch to another reduction if the plan for the gradients has changed.
 
         holmes may change the plan while the job runs. This method is called at the first bucket of a step, so
         that all ranks switch together.
         """
-        if self.ranks_with_inputs is not None:
-            # Under join(), clusters cannot train without each other. The job's report gives this name as the
-            # reason why --holmes-apart has no effect.
-            self._planned_sum.apart.refusal = "DistributedDataParallel.join()"
-        has_changed = self._planned_sum.follow()  # adopts a changed plan
+        has_changed = self._planned.follow_plan()  # adopts a changed plan
         if has_changed:
-            self.all_reduce = self._planned_sum.all_reduce
+            self.reduction = self._planned.reduction
         # For the job's report: the sum overlaps the backward pass, and follows changes of the plan.
-        self._planned_sum.note(self._planned_sum.size, overlap=True, follows=True)
-        self._was_summed = True  # read by before_forward()
-
-    def before_forward(self, ddp: Any, _: Any) -> None:
-        """Let clusters that train apart (--holmes-apart) average their weights if it is time to.
-
-        This is a forward pre-hook of DistributedDataParallel: weights must not change during the pass. It
-        acts once for each training step, before the first forward pass after the step's reduction.
-        """
-        import torch
-
-        is_training_pass = ddp.training and torch.is_grad_enabled()
-        if self._was_summed and is_training_pass:
-            self._was_summed = False  # until _follow_plan() runs in the next reduction
-            self._planned_sum.step()  # counts steps, and averages weights after every N-th
+        session.note_reduction(
+            self._planned.ranks,
+            self._planned.spec,
+            self._planned.size,
+            two_levels=self._planned.hierarchical is not None,
+            overlap=True,
+            follows=True,
+        )
 
     def finish(self) -> None:
         """Wait until the buckets of a pipeline's training step are averaged, and update the gradients.
@@ -218,8 +207,6 @@ class BucketReducer:
         if not counts_all_ranks:
             self.ranks_with_inputs.wait()  # an all-reduce of join(), which counts these ranks
             return int(self.ranks_with_inputs.result()[0])
-        if self._planned_sum is not None:
-            return self._planned_sum.count  # only this cluster's ranks while clusters train apart
         return self._group.size()
 
     @contextmanager

@@ -32,7 +32,7 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.buckets import BucketReducer
 from holmes_ext.patches.torch.features import DDP_HOOK
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks
+from holmes_ext.runtime.backend import backend_of, group_ranks
 from holmes_ext.runtime.groups.grid import tell
 
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
@@ -115,31 +115,29 @@ def _construct(current, call, instance):
     A comm hook is called for each bucket of gradients, instead of DDP's all-reduce. holmes needs it:
 
     - if the plan of the job reduces in two levels (inside each cluster first, then between clusters)
-    - if clusters may train without each other for some steps (--holmes-apart, on the CPU only)
     - for telemetry, which sees only operations that Python starts
 
     The hook must be there before the first forward pass: under join(), a rank without inputs never runs one,
     but takes part in the sums.
     """
     arguments = call.given()  # of DDP's constructor, by name
-    planned_sum = _planned_sum(arguments)
+    planned = _planned_reduction(arguments)
     obstacle = _obstacle_to_hook(arguments)  # an option that excludes a comm hook, in words; else ""
-    # planned_sum.two_level sums in two levels. It is None if the plan does not.
-    is_two_level = planned_sum is not None and planned_sum.two_level is not None
-    is_hook_wanted = is_two_level or _may_train_apart(planned_sum)
-    needs_hook = is_hook_wanted and not obstacle
+    # planned.hierarchical sums in two levels. It is None if the plan does not.
+    is_two_level = planned is not None and planned.hierarchical is not None
+    needs_hook = is_two_level and not obstacle
     has_bucket_size = "bucket_cap_mb" in arguments or "bucket_cap_mb_list" in arguments
 
-    if needs_hook and is_two_level and not has_bucket_size:
-        call(bucket_cap_mb=planned_sum.reduction.chunk_bytes / 2**20)  # the plan's bucket size
+    if needs_hook and not has_bucket_size:
+        call(bucket_cap_mb=planned.spec.chunk_bytes / 2**20)  # the plan's bucket size
     else:
         call()
 
     if needs_hook:
-        _register_holmes_hook(instance, planned_sum)
+        _register_holmes_hook(instance, planned)
         # close() ends the threads of the two levels when the DDP is deleted. At the interpreter's exit it is
         # not needed: the threads are daemons.
-        end_threads = weakref.finalize(instance, planned_sum.close)
+        end_threads = weakref.finalize(instance, planned.close)
         end_threads.atexit = False
     elif is_two_level:
         tell(  # prints on rank 0
@@ -148,77 +146,62 @@ def _construct(current, call, instance):
             once=True,
         )
     elif current.options.telemetry and not obstacle:
-        _register_holmes_hook(instance)  # without a planned sum: the hook calls torch's all-reduce
+        _register_holmes_hook(instance)  # without a plan: the hook calls torch's all-reduce
 
-    if planned_sum is not None:
+    if planned is not None:
         # Note for the job's report whether the gradients are reduced as planned.
         session.note_reduction(
-            planned_sum.ranks,
-            planned_sum.reduction,
-            planned_sum.size,
+            planned.ranks,
+            planned.spec,
+            planned.size,
             two_levels=is_two_level and not obstacle,
             overlap=True,
             reported=bool(obstacle),  # whether rank 0 has printed why the job differs from the plan
         )
         if not needs_hook:
-            planned_sum.close()  # nothing will be summed by it
+            planned.close()  # nothing will be summed by it
 
 
-def _may_train_apart(planned_sum: Any) -> bool:
-    """Return whether clusters may train without each other for some steps (--holmes-apart).
-
-    Args:
-        planned_sum: How the plan sums the gradients (a GroupSum); None if there are none to sum.
-    """
-    if planned_sum is None or planned_sum.device_type != "cpu":
-        return False
-    return planned_sum.apart.settings is not None  # the settings of --holmes-apart
-
-
-def _register_holmes_hook(ddp: Any, planned_sum: Any = None) -> None:
+def _register_holmes_hook(ddp: Any, planned: Any = None) -> None:
     """Register holmes's comm hook, which averages each bucket of gradients, with a DistributedDataParallel.
 
     Args:
-        planned_sum: How the plan sums the gradients (a GroupSum). With None the hook calls torch's
+        planned: The reduction that the plan chooses (a PlannedReduction). With None the hook calls torch's
             all-reduce, so that telemetry sees the operation or a pipeline can wait for it later.
     """
-    from holmes_ext.runtime.reduce.straddling import flat_all_reduce
+    from holmes_ext.runtime.reduce.reduction import FlatReduction
 
-    if planned_sum is not None:
-        all_reduce = planned_sum.all_reduce
+    if planned is not None:
+        reduction = planned.reduction
     else:
-        all_reduce = flat_all_reduce(ddp.process_group)  # torch's own
-    reducer = BucketReducer(ddp, all_reduce, planned_sum)
+        reduction = FlatReduction(ddp.process_group)  # torch's own
+    reducer = BucketReducer(ddp, reduction, planned)
     ddp.register_comm_hook(reducer, two_level_hook)
     _reducers[ddp] = reducer
 
 
-def _planned_sum(arguments: dict[str, Any]) -> Any:
-    """Return how the plan, which holmes computes before the job starts, sums the gradients of a module.
+def _planned_reduction(arguments: dict[str, Any]) -> Any:
+    """Return the reduction that the plan, which holmes computes before the start, chooses for a module.
 
     Args:
         arguments: Arguments of DistributedDataParallel's constructor, by name.
 
     Returns:
-        A GroupSum, whose `all_reduce` sums a tensor as planned. None if no parameter needs a gradient or one
-        is uninitialized: the constructor refuses such a module.
+        A PlannedReduction. None if no parameter needs a gradient or one is uninitialized: the constructor
+        refuses such a module.
     """
     from torch.nn.parameter import UninitializedParameter
 
-    from holmes_ext.runtime.reduce.straddling import GroupSum
+    from holmes_ext.runtime.reduce.planned import PlannedReduction
 
     trained = [parameter for parameter in arguments["module"].parameters() if parameter.requires_grad]
     has_uninitialized = any(isinstance(parameter, UninitializedParameter) for parameter in trained)
     if not trained or has_uninitialized:
         return None
-    return GroupSum(
+    return PlannedReduction(
         _group(arguments),
         size=sum(parameter.nbytes for parameter in trained),
         device_type=trained[0].device.type,
-        compress=None,  # None in these three: as planned
-        all_reduce=None,
-        bucket_bytes=None,
-        weights=trained,
     )
 
 

@@ -22,22 +22,22 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
-from holmes_ext.runtime.groups import communicators
-from holmes_ext.runtime.groups.backend import (
+from holmes_ext.runtime.backend import (
     backend_named,
     backend_of,
     backends,
     nccl_backend_in,
     options_of,
 )
-from holmes_ext.runtime.groups.backend_table import traits_of
+from holmes_ext.runtime.backend_table import traits_of
+from holmes_ext.runtime.group_kinds import kind_of
+from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_forget
 from holmes_ext.runtime.groups.communicators import with_lazy_init
 from holmes_ext.runtime.groups.grid import tell
-from holmes_ext.runtime.groups.kinds import kind_of
 from holmes_ext.runtime.groups.transport import as_made, gloo_interface, nccl_options, refuse_forced
+from holmes_ext.runtime.refusal import told_once
 from holmes_ext.runtime.session import GroupRecord, Session
-from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.words import some_of, tell_user
 
 _C10D = "torch.distributed.distributed_c10d"

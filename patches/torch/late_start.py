@@ -14,7 +14,7 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.torch.features import LATE_START
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import nccl_backend_in
+from holmes_ext.runtime.backend import nccl_backend_in
 from holmes_ext.runtime.groups.communicators import can_postpone, with_lazy_init
 
 

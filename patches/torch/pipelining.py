@@ -29,7 +29,7 @@ from holmes_ext.patches.torch import ddp
 from holmes_ext.patches.torch.buckets import BucketReducer
 from holmes_ext.patches.torch.features import PIPELINING
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
-from holmes_ext.runtime.groups.backend import group_ranks, group_traits
+from holmes_ext.runtime.backend import group_ranks, group_traits
 from holmes_ext.runtime.groups.grid import check_grid, tell
 from holmes_ext.runtime.groups.members import pair_groups
 from holmes_ext.runtime.session import Session

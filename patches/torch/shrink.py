@@ -26,11 +26,11 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import CHANGED_GROUPS
 from holmes_ext.patches.torch.groups import communicator_name, planned_nccl_options, record_group
-from holmes_ext.runtime.groups.backend import backend_of, group_ranks, options_of
-from holmes_ext.runtime.groups.backend_table import traits_of
+from holmes_ext.runtime.backend import backend_of, group_ranks, options_of
+from holmes_ext.runtime.backend_table import traits_of
 from holmes_ext.runtime.groups.transport import gloo_interface
+from holmes_ext.runtime.refusal import told_once
 from holmes_ext.runtime.session import Session
-from holmes_ext.runtime.start.refusal import told_once
 from holmes_ext.runtime.watch import nccl_errors
 
 _C10D = "torch.distributed.distributed_c10d"

@@ -8,10 +8,12 @@ import pytest
 from learning_job import LearningJob
 
 from holmes_ext.adapt import restart
-from holmes_ext.adapt.window import Stage, Window
-from holmes_ext.options import Options
+from holmes_ext.adapt.window import Window
+from holmes_ext.options import options_from
 from holmes_ext.plan.profile import load_profile
-from holmes_ext.runtime.start.rank import Request
+from holmes_ext.plan.request import PlanRequest
+from holmes_ext.runtime.measure.stage import Stage
+from holmes_ext.runtime.start.left_layers import left_layers
 
 
 @pytest.fixture
@@ -85,8 +87,8 @@ def test_a_job_starts_again_with_better_layers_after_its_next_checkpoint(job, mo
             rank.begin_step()
         assert ended.value.code == restart.STATUS
     store = one.ranks[0].current.store
-    layers, sizes = restart.left_layers(store)
-    request = Request(Options(restart="auto"))
+    layers, sizes = left_layers(store)
+    request = PlanRequest(options_from(restart="auto"))
     options, (line,) = request.start_again(layers, sizes)
     assert options.stage_layers == (5, 1) and request.sizes.pipeline == 2 and "5,1" in line
 
@@ -106,7 +108,7 @@ def test_a_rank_whose_agent_will_not_start_it_again_keeps_the_job_running(job, m
     one.slower = 3.0
     for _ in range(40):
         one.step()
-    assert not one.lines and restart.left_layers(one.ranks[0].current.store) == ("", None)
+    assert not one.lines and left_layers(one.ranks[0].current.store) == ("", None)
 
 
 def test_tell_changes_nothing(job):

@@ -9,9 +9,9 @@ from holmes_ext.adapt.pipeline import PipelineEvaluator, better_split, pipeline_
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.cost.workload import StageLoad, Workload
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.workload import StageLoad, Workload
 
 OPTIONS, ENGINE = Options(), EngineTraits()
 PLAN = build_plan(site(), Sizes(2), options=OPTIONS)

@@ -7,7 +7,6 @@ import pytest
 from clusters import site
 
 from holmes_ext.adapt.reductions import (
-    RoundsApart,
     SumEvaluator,
     Summed,
     in_two_levels,
@@ -108,71 +107,3 @@ def test_a_sum_that_the_backward_pass_hides_is_left():
     plan = plan_of("1Gb/s")
     hidden = [replace(summed(plan, 20)[0], exposed_s=0.0)]
     assert evaluator().next(plan, hidden, 20.0) is None
-
-
-APART, ROUNDS = Options(apart="2"), RoundsApart(every=32, fragments=4, delay=5)
-
-
-def apart_evaluator():
-    return SumEvaluator("sockets", APART, ENGINE, ROUNDS)
-
-
-def gone_apart(slower):
-    """(evaluator, plan, change) of a job that computes 1 s a step, whose clusters are apart."""
-    plan, own = plan_of("50Mb/s"), apart_evaluator()
-    found = summed(plan, slower)
-    change = own.next(plan, found, 1.0 + found[0].seconds)
-    own.taken(change, plan, found)
-    return own, change.adapted(plan, "sockets"), change
-
-
-def apart_summed(change, round_s):
-    return [Summed(change.after[0], SIZE, 0.1, 0.1, {}, round_s=round_s)]
-
-
-def test_clusters_go_apart_where_the_network_between_them_is_too_slow():
-    plan = plan_of("50Mb/s")
-    assert plan.traffic_of("sockets").reductions[0].clusters
-    found = summed(plan)
-    assert apart_evaluator().next(plan, found, 100 + found[0].seconds) is None  # not twice as long
-    own, _, change = gone_apart(1)
-    assert change.after[0].apart == 32 and "inside each cluster only" in change.text
-    # 5 steps hide a fourth of the sum: only gradients inside the clusters are left of it
-    assert 1 < change.then_s < 3 < change.now_s / 2
-
-
-def test_clusters_go_apart_at_once_where_another_sum_would_not_be_enough():
-    for ethernet, slower, apart in (("1Gb/s", 400, True), ("1Gb/s", 20, False)):
-        plan = plan_of(ethernet)
-        found = summed(plan, slower)
-        change = apart_evaluator().next(plan, found, 2.5 + found[0].seconds)
-        assert bool(change.after[0].apart) == apart, (slower, change)
-
-
-def test_nobody_goes_apart_unasked_or_where_weights_cannot_be_averaged():
-    plan = plan_of("50Mb/s")
-    found = summed(plan)
-    step_s = 1.0 + found[0].seconds
-    assert evaluator().next(plan, found, step_s) is None
-    assert apart_evaluator().next(plan, [replace(found[0], why_not_apart="for a reason")], step_s) is None
-
-
-def test_clusters_come_back_when_a_round_is_quick_again():
-    own, plan, change = gone_apart(1)
-    slow, fast = apart_summed(change, 5.0), apart_summed(change, 0.5)
-    for found in (apart_summed(change, 0.0), slow, slow):  # no round yet; as slow as before
-        assert own.next(plan, found, 2.7) is None
-    back = own.next(plan, fast, 2.7)
-    assert back.together and back.after == change.before and back.then_s == pytest.approx(3.2)
-    own.taken(back, plan, fast)
-    assert own.trials.running is None
-
-
-def test_apart_that_brings_nothing_is_taken_back():
-    own, plan, change = gone_apart(1)
-    as_long = [replace(apart_summed(change, 0.0)[0], exposed_s=change.now_s - 1.0)]
-    back = own.next(plan, as_long, change.now_s)
-    assert back.together and back.after == change.before
-    own.taken(back, plan, as_long)
-    now = back.adapted(plan, "sockets")
-    assert own.next(now, summed(now), change.now_s) is None

@@ -1,13 +1,16 @@
 """Whether a launcher starts a job again with other layers, and what such a start reads."""
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
 from holmes_ext.adapt import restart
-from holmes_ext.options import Options
+from holmes_ext.options import options_from
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.runtime.start.left_layers import leave_layers, left_layers
 
 ELASTIC = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "2"}
 
@@ -27,12 +30,12 @@ def agent(launcher="torchrun", agent_store=True):
     (agent(), {"given": frozenset({"plan"})}, {}, ELASTIC, "--holmes-plan is given"),
 ])  # fmt: skip
 def test_why_not(process, options, engine, environ, said):
-    why = restart.why_not(process, Options(restart="auto", **options), EngineTraits(**engine), environ)
+    why = restart.why_not(process, replace(options_from(restart="auto"), **options), EngineTraits(**engine), environ)
     assert said in why and bool(said) == bool(why)
 
 
 def test_what_the_start_before_left():
     store = dist.HashStore()
-    assert restart.left_layers(store) == ("", None)
-    restart.leave_layers(store, "5,3", Sizes(2, data=2))
-    assert restart.left_layers(store) == ("5,3", Sizes(2, data=2))
+    assert left_layers(store) == ("", None)
+    leave_layers(store, "5,3", Sizes(2, data=2))
+    assert left_layers(store) == ("5,3", Sizes(2, data=2))

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.cluster.site import site_from_spec
-from holmes_ext.cluster.spec import expand_hosts, load_spec, parse_spec
+from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.errors import HolmesError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.toml"))
 GOOD = """# two clusters
-version = 1
+version = 2
 name = "lab"
 
 [ethernet]
@@ -78,10 +78,12 @@ def test_digest_is_of_the_content():
 @pytest.mark.parametrize(
     "old,new,message",
     [
-        ("version = 1", "", "'version' is missing"),
-        ("version = 1", "version = 3", "'version' is 3; this holmes_ext reads versions 1 and 2"),
-        ("version = 1", "version = true", "'version': True is not a whole number"),
-        ("version = 1", "version = " + "9" * 5000, "not valid TOML"),
+        ("version = 2", "", "'version' is missing"),
+        ("version = 2", "version = 3", "'version' is 3; this holmes_ext reads version 2$"),
+        ("version = 2", "version = 1",
+         "'version' is 1; this holmes_ext reads version 2; write \"version = 2\""),
+        ("version = 2", "version = true", "'version': True is not a whole number"),
+        ("version = 2", "version = " + "9" * 5000, "not valid TOML"),
         ('[ethernet]\nrate = "25Gb/s"', "[ethernet]", "'ethernet.rate' is missing"),
         ("[ethernet]", "[network]", "'ethernet' is missing"),
         ('"25Gb/s"', '"25GB/s"', "'ethernet.rate': '25GB/s' is not a rate"),
@@ -98,9 +100,11 @@ def test_digest_is_of_the_content():
         ('["b[0-1]"]', "[]", "'cluster.b.nodes': cluster 'b' has no nodes"),
         ('["b[0-1]"]', '"b0"', "'cluster.b.nodes': 'b0' is not a list"),
         ('["b[0-1]"]', '["b[1-0]"]', "runs backwards"),
-        ('["b[0-1]"]', '["b[0-999999999]"]', "too long"),
-        ('["b[0-1]"]', '["b[0-' + "9" * 5000 + ']"]', "is not a host name"),
-        ('["b[0-1]"]', '["b 0"]', "'b 0' is not a host name"),
+        ('["b[0-1]"]', '["b[0-999999999]"]', "names more than 100000 hosts"),
+        ('["b[0-1]"]', '["b[0-' + "9" * 5000 + ']"]', "is not numbers such as"),
+        ('["b[0-1]"]', '["b 0"]', "'b 0' is not a list of hosts"),
+        ('["b[0-1]"]', '["b0", ""]', "'cluster.b.nodes': '' is not a host name"),
+        ('["b[0-1]"]', '["-[0-1]"]', "'-0' is not a host name"),
         ('["b[0-1]"]', '["a09"]', "'cluster.b.nodes': node 'a09' is already in cluster 'a'"),
         ('["b[0-1]"]', '["b0", "b0"]', "node 'b0' is already in the same list"),
         ("processes = 8\nlatency", "processes = 0\nlatency", "'cluster.b.processes': 0 processes"),
@@ -142,14 +146,14 @@ def test_unreadable_files(tmp_path):
         load_spec(tmp_path / "missing.toml")
     with pytest.raises(HolmesError, match="cannot be read"):
         load_spec(tmp_path)
-    (tmp_path / "latin.toml").write_bytes(b"version = 1 # \xff")
+    (tmp_path / "latin.toml").write_bytes(b"version = 2 # \xff")
     with pytest.raises(HolmesError, match="cannot be read"):
         load_spec(tmp_path / "latin.toml")
 
 
-def test_hosts():
-    assert list(expand_hosts("gpu[098-101]x", "f")) == ["gpu098x", "gpu099x", "gpu100x", "gpu101x"]
-    assert list(expand_hosts("plain", "f")) == ["plain"]
+def test_entries_of_nodes_are_lists_of_hosts():
+    spec = parse_spec(GOOD.replace('["b[0-1]"]', '["gpu[098-101]x", "plain", "b[1,3-4],c0"]'))
+    assert " ".join(spec.clusters[1].nodes) == "gpu098x gpu099x gpu100x gpu101x plain b1 b3 b4 c0"
 
 
 def mutated(text, rng):

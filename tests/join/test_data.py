@@ -13,12 +13,12 @@ from torch.utils.data import IterableDataset
 from holmes_ext.join import training
 from holmes_ext.join.data import part_of
 from holmes_ext.join.patches import transformers as joined_data
-from holmes_ext.options import Options
+from holmes_ext.options import options_from
 
 
 @pytest.fixture
 def second_of_three():
-    training.request(Options(join="east@127.0.0.1:1", outer="part=1/3"), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(options_from(join="east@127.0.0.1:1", outer="part=1/3"), {"HOLMES_JOIN_TOKEN": TOKEN})
     yield
     training.end()
 

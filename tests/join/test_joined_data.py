@@ -10,7 +10,7 @@ from joined_jobs import TOKEN
 
 from holmes_ext.join import data, training
 from holmes_ext.join.patches import megatron as joined
-from holmes_ext.options import Options
+from holmes_ext.options import options_from
 
 
 class Data(list):
@@ -22,7 +22,7 @@ def job():
     """Makes this process's job one that reads part k of K."""
 
     def of(outer):
-        training.request(Options(join="east@127.0.0.1:1", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
+        training.request(options_from(join="east@127.0.0.1:1", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
 
     yield of
     training.end()

@@ -14,12 +14,12 @@ from waiting import soon
 import holmes_ext
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import incarnation_of
+from holmes_ext.join.codecs import codec_of
 from holmes_ext.join.coordinator import server as server_module
 from holmes_ext.join.coordinator.client import CoordinatorClient, ask_status
 from holmes_ext.join.peers import routes as routes_module
 from holmes_ext.join.peers.routes import RankIdentity, Routes
 from holmes_ext.join.peers.transfer import Speed
-from holmes_ext.join.rounds.codecs import codec_of
 from holmes_ext.join.settings import parse_outer
 from holmes_ext.join.sockets.channel import BrokenFrame
 from holmes_ext.join.sockets.documents import MOST_VALUES
@@ -196,7 +196,7 @@ def test_a_relay_is_none_for_those_without_a_standing_line(monkeypatch):
         assert server.relay.counted() == {}
 
 
-@pytest.mark.parametrize("compress", ["bf16", "int8", "2bit", "topk"])
+@pytest.mark.parametrize("compress", ["bf16", "int8", "2bit"])
 @pytest.mark.parametrize("count", [1, 511, 513, 4097, 10_000])
 def test_any_bytes_of_a_compressed_pseudo_gradient_are_as_many_elements_as_there_should_be(compress, count):
     """What comes is as long as the receiver says, and becomes no more than that."""

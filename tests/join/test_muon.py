@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from holmes_ext.errors import HolmesError
 from holmes_ext.join import orthogonal
 from holmes_ext.join.orthogonal import Matrices, Matrix, frobenius, is_matrix
 from holmes_ext.join.settings import OuterSettings, parse_outer
@@ -192,10 +191,5 @@ def test_on_a_device_matrices_take_the_same_step():
     assert torch.equal(here, there) and not torch.equal(here, flat)
 
 
-def test_clusters_of_one_job_have_no_muon():
-    from holmes_ext.join.settings import apart_settings
-    from holmes_ext.options import Options
-
-    with pytest.raises(HolmesError, match="algorithm=muon is for jobs of --holmes-join"):
-        apart_settings(Options(apart="2", outer="algorithm=muon"))
+def test_muon_s_round_has_four_fragments():
     assert parse_outer("algorithm=muon").fragments == 4

@@ -6,7 +6,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join import training
 from holmes_ext.join.address import JoinAddress, parse_address, port_range
 from holmes_ext.join.settings import parse_outer
-from holmes_ext.options import Options
+from holmes_ext.options import Options, options_from
 
 
 def test_what_is_not_given_suits_what_is():
@@ -35,6 +35,9 @@ def test_what_is_not_given_suits_what_is():
     ("momentum=1", "momentum=1 is not 0 to 0.9999"), ("momentum=much", "'much' is not a number, or auto"),
     ("mix=2", "mix='2' is neither keep nor a share"),
     ("compress=int4", "'int4' is not one of off, bf16, int8"),
+    ("compress=topk", "compress=topk was removed; compress is one of off, bf16, int8, 2bit$"),
+    ("every=8, compress = topk, topk=128", "compress=topk was removed"),
+    ("topk=128", "compress=topk was removed"),
     ("aggregate=best", "is not one of mean, median"), ("part=2/2", "part='2/2' is not k/K"),
     ("min=0", "min=0 is not 1 to 64"),
 ])  # fmt: skip
@@ -79,16 +82,16 @@ def test_ports_and_addresses():
 def test_what_others_can_read_is_said(monkeypatch):
     environ = {"HOLMES_JOIN_TOKEN": "correct horse battery staple"}
     monkeypatch.setattr(training, "_job", None)
-    assert "encrypted between hosts (TLS 1.3)" in training.request(Options(join="east@10.0.0.1"), environ)[0]
-    assert "NOT encrypted" in training.request(Options(join="east@10.0.0.1", join_plain="on"), environ)[0]
-    guessed = training.request(Options(join="east@10.0.0.1"), {"HOLMES_JOIN_TOKEN": "aaaaaaaaaaaa"})
+    assert "encrypted between hosts (TLS 1.3)" in training.request(options_from(join="east@10.0.0.1"), environ)[0]
+    assert "NOT encrypted" in training.request(options_from(join="east@10.0.0.1", join_plain="on"), environ)[0]
+    guessed = training.request(options_from(join="east@10.0.0.1"), {"HOLMES_JOIN_TOKEN": "aaaaaaaaaaaa"})
     assert "can be guessed" in guessed[1]
     monkeypatch.setattr(training, "find_spec", lambda name: None)
     with pytest.raises(HolmesError, match=r"pip install 'holmes_ext\[join\]'"):
-        training.request(Options(join="east@10.0.0.1"), environ)
-    assert training.request(Options(join="east@127.0.0.1"), environ), "nothing leaves the host"
+        training.request(options_from(join="east@10.0.0.1"), environ)
+    assert training.request(options_from(join="east@127.0.0.1"), environ), "nothing leaves the host"
     with pytest.raises(HolmesError, match="give both, or none"):
-        training.request(Options(join="east@10.0.0.1", join_ca="ca.pem"), environ)
+        training.request(options_from(join="east@10.0.0.1", join_ca="ca.pem"), environ)
     training.end()
 
 
@@ -96,9 +99,14 @@ def test_without_join_nothing_is_asked_for():
     assert training.request(Options(), {}) == [] and not training.asked()
     assert not training.claim(object(), lambda: pytest.fail("it was asked"))
     with pytest.raises(HolmesError, match="give --holmes-join"):
-        training.request(Options(outer="every=4"), {})
+        training.request(options_from(outer="every=4"), {})
 
 
 def test_own_settings_may_differ():
     ours, theirs = parse_outer("min=1,timeout=5,part=0/2"), parse_outer("min=2,part=1/2")
     assert ours.agreed() == theirs.agreed() != parse_outer("lr=0.5").agreed()
+
+
+def test_settings_of_joined_jobs_need_a_job_that_joins():
+    with pytest.raises(HolmesError, match="give --holmes-join NAME@HOST:PORT too"):
+        training.request(Options(outer="every=8"))

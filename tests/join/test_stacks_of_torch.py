@@ -9,7 +9,7 @@ from torch import nn
 
 from holmes_ext.join import training
 from holmes_ext.join.patches import torch as joined
-from holmes_ext.options import Options
+from holmes_ext.options import options_from
 
 ROWS = 12
 
@@ -26,7 +26,7 @@ def script(model, optimizer, job, rank, ranks, steps, after=lambda step: None):
 
 def rank_of(rank, ranks, kind, job, name, port, outer, steps, sgd=False):
     """One rank; all weights after the last step."""
-    training.request(Options(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(options_from(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
     joined.attach()
     model = model_of(3 + (rank if kind == "not replicated" else 0))
     if kind == "ddp":
@@ -110,7 +110,7 @@ def test_ranks_that_hold_different_weights_are_refused():
 
 
 def two_optimizers(rank, port):
-    training.request(Options(join=f"east@127.0.0.1:{port}"), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(options_from(join=f"east@127.0.0.1:{port}"), {"HOLMES_JOIN_TOKEN": TOKEN})
     joined.attach()
     for model in (model_of(), model_of()):
         script(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 0, 1, 1)
@@ -122,7 +122,7 @@ def test_two_optimizers_are_refused():
 
 
 def sampled(rank, ranks, job):
-    training.request(Options(join="east@127.0.0.1:1", outer=f"part={job}/2"), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(options_from(join="east@127.0.0.1:1", outer=f"part={job}/2"), {"HOLMES_JOIN_TOKEN": TOKEN})
     from torch.utils.data.distributed import DistributedSampler
 
     call = joined.PATCHES[0].wrap

@@ -17,10 +17,10 @@ from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.stages import estimate
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.plan import Plan, check_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes, groups
+from holmes_ext.plan.workload import Workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 MODEL = replace(load_model(EXAMPLES.parent / "models" / "deepspeed_demo.toml"), source="model")

@@ -13,15 +13,13 @@ from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.cost.reductions.tied import tied_sums
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
-from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.decide import derive_traffic, reduction_of, resized, straddling
-from holmes_ext.plan.decisions import pair_needs_group, pairs_with_group
+from holmes_ext.plan.decide import complete_plan, derive_traffic, spec_of_group, straddling
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.plan import Plan, parse_plan
-from holmes_ext.plan.sizes import Sizes, groups
+from holmes_ext.plan.plan import Plan, pair_needs_group, pairs_with_group, parse_plan
+from holmes_ext.plan.sizes import Sizes, groups, tied_sums
 from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS
+from holmes_ext.plan.workload import Workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BACKENDS = {"gloo": SOCKETS, "nccl": VERBS}
@@ -74,7 +72,7 @@ def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
     for network_api in NETWORK_APIS:
         traffic = plan.traffic_of(network_api)
         for ranks in groups(plan.sizes, "data") if plan.sizes else ():
-            way = reduction_of(plan, ranks, network_api, options)
+            way = spec_of_group(plan, ranks, network_api, options)
             assert way is traffic.reductions[plan.sizes.stage(ranks[0])] and way.compress == options.compress
             if len(plan.by_cluster(ranks)) > 1 and way.clusters:
                 assert set(plan.by_cluster(ranks)) <= set(way.clusters) and way.chunk_bytes
@@ -163,7 +161,7 @@ def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
     assert [(s.kind, s.groups) for s in later.straddling] == [("data", 1)] and not job.straddling
 
 
-def test_a_plan_of_version_1_gets_what_it_lacks():
+def test_a_new_plan_gets_what_it_lacks():
     site = example()
     bare = Plan(site.digest, ("a0", "a1", "b0", "b1"), 1, Sizes(2).complete(4))
     assert bare.transports == {} and derive_traffic(bare, site).transports["data"] == ("a", "b")
@@ -199,11 +197,11 @@ def test_whose_reduction_is_waited_for_depends_on_the_model():
 def test_other_sizes_are_decided_with_the_plans_own_numbers():
     site, quick = example(), Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e8)
     plan = build_plan(site, None, quick, basis="mine")
-    other = resized(plan, Sizes(2).complete(4), Options())
+    other = complete_plan(plan, Sizes(2).complete(4), Options())
     assert [way.overlap for way in other.traffic_of().reductions] == [True, False]
     assert other.nodes == plan.nodes and other.transports["data"] == ("a", "b")
     model = replace(load_model(EXAMPLES / "models" / "deepspeed_demo.toml"), source="model")
-    known = resized(plan, Sizes(2).complete(4), Options(), model)
+    known = complete_plan(plan, Sizes(2).complete(4), Options(), model)
     assert known.workload == model.workload(Sizes(2).complete(4))
 
 
@@ -211,12 +209,12 @@ def test_large_sums_over_unequal_clusters_go_in_two_levels_over_sockets_only():
     plan = build_plan(example("two_clusters_3_5"))
     everyone = tuple(range(8))
     assert (
-        reduction_of(plan, everyone, SOCKETS, Options()).clusters
-        and not reduction_of(plan, everyone, VERBS, Options()).clusters
+        spec_of_group(plan, everyone, SOCKETS, Options()).clusters
+        and not spec_of_group(plan, everyone, VERBS, Options()).clusters
     )
     even = build_plan(example("two_clusters_8"))
-    assert reduction_of(even, everyone, VERBS, Options()).clusters == ("a", "b")
-    assert reduction_of(even, (0, 1, 2), SOCKETS, Options()).clusters == ()
+    assert spec_of_group(even, everyone, VERBS, Options()).clusters == ("a", "b")
+    assert spec_of_group(even, (0, 1, 2), SOCKETS, Options()).clusters == ()
 
 
 def test_two_levels_where_a_group_straddles_and_the_link_is_slow():
@@ -225,32 +223,32 @@ def test_two_levels_where_a_group_straddles_and_the_link_is_slow():
     for ethernet, clusters in ((GB // 4, ("r", "i")), (200 * GB, ())):
         site = real(*nodes, ethernet=ethernet, i=("ib", 2 * GB), r=("roce", 2 * GB))
         plan = derive_traffic(Plan(site.digest, ("n0", "n1", "n2", "n3"), 1), site)
-        assert reduction_of(plan, (0, 1, 2, 3), SOCKETS, Options()).clusters == clusters
+        assert spec_of_group(plan, (0, 1, 2, 3), SOCKETS, Options()).clusters == clusters
         assert list(plan.by_cluster((0, 1, 2, 3)).values()) == [[0, 2], [1, 3]]
-        assert reduction_of(plan, (0, 2), SOCKETS, Options()).clusters == ()  # one cluster
+        assert spec_of_group(plan, (0, 2), SOCKETS, Options()).clusters == ()  # one cluster
         # one node of each: as many bytes cross
-        assert reduction_of(plan, (0, 1), SOCKETS, Options()).clusters == ()
+        assert spec_of_group(plan, (0, 1), SOCKETS, Options()).clusters == ()
 
 
 def test_a_group_that_is_not_planned_follows_the_same_rules():
     plan = build_plan(example("two_clusters_8"), Sizes(2))
     inside, across = (
-        reduction_of(plan, (0, 1), SOCKETS, Options()),
-        reduction_of(plan, (0, 1, 4, 5), SOCKETS, Options()),
+        spec_of_group(plan, (0, 1), SOCKETS, Options()),
+        spec_of_group(plan, (0, 1, 4, 5), SOCKETS, Options()),
     )
     assert inside.clusters == () and across.clusters == ("a", "b") and across.chunk_bytes == 2 * 512 * 2**10
 
 
 def test_a_bucket_is_the_networks_the_users_or_an_eighth_of_little():
     plan = build_plan(example(), Sizes(2))
-    assert reduction_of(plan, (0, 1), SOCKETS, Options()).bucket_bytes == 2**20
-    assert reduction_of(plan, (0, 1), SOCKETS, Options(), total_bytes=80_000).bucket_bytes == 10_000
+    assert spec_of_group(plan, (0, 1), SOCKETS, Options()).bucket_bytes == 2**20
+    assert spec_of_group(plan, (0, 1), SOCKETS, Options(), total_bytes=80_000).bucket_bytes == 10_000
     given = build_plan(example(), Sizes(2), options=Options(bucket="2"))
     assert given.traffic_of().reductions[0].bucket_bytes == 2_000_000
 
 
 def test_what_compression_leaves_is_what_the_codecs_say():
-    compress = pytest.importorskip("holmes_ext.runtime.reduce.compress")
+    compress = pytest.importorskip("holmes_ext.runtime.compress")
     for kind, share in SHARES.items():
         codec = compress.codec(kind)
         assert share == (codec.share if codec is not None else 1.0)

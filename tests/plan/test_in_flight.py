@@ -10,7 +10,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.decide import resized, with_loads
+from holmes_ext.plan.decide import complete_plan, with_loads
 from holmes_ext.plan.decisions import more_bytes
 from holmes_ext.plan.plan import parse_plan
 from holmes_ext.plan.sizes import Sizes
@@ -59,7 +59,7 @@ def test_a_command_lines_model_is_enough():
     assert parse_plan(known.to_json(), known.source) == known
     assert with_loads(known, Options(), MODEL) is known  # decided once
     assert with_loads(plan, Options(), replace(MODEL, layers=1)) is plan  # the framework refuses it
-    four = resized(known, Sizes(4).complete(8), Options(), small)
+    four = complete_plan(known, Sizes(4).complete(8), Options(), small)
     assert len(four.loads) == 4 and len(four.traffic_of("sockets").in_flight) == 4
     nobody = build_plan(SITE, sizes)
     assert with_loads(nobody, Options(), None) is nobody and nobody.traffic_of("sockets").in_flight == (2, 1)

@@ -14,19 +14,19 @@ from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.patches.torch.features import LOOP
+from holmes_ext.plan.across import CrossClusterAlgorithm
+from holmes_ext.plan.arrange.orders import Orders
+from holmes_ext.plan.arrange.place import fastest_first
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.workload import Workload
-from holmes_ext.plan.placement.orders import Orders
-from holmes_ext.plan.placement.place import fastest_first
 from holmes_ext.plan.plan import load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, VERBS
+from holmes_ext.plan.workload import Workload
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search

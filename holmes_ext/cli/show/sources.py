@@ -10,7 +10,13 @@ from typing import TypeVar
 
 from holmes_ext.cluster.nic import KINDS
 from holmes_ext.cluster.sources import slurm, write
-from holmes_ext.cluster.sources.found import FoundCluster, FoundNode, clusters_of, completed
+from holmes_ext.cluster.sources.found import (
+    FoundCluster,
+    FoundNode,
+    MissingValue,
+    clusters_of,
+    completed,
+)
 from holmes_ext.cluster.sources.hostfile import read_hostfile
 from holmes_ext.cluster.sources.hostlist import folded
 from holmes_ext.cluster.sources.kubernetes import read_nodes
@@ -59,9 +65,15 @@ def run(args: argparse.Namespace) -> int:
     bps = {name: parse_rate(text, f"--rate {name}") for name, text in rates.items()}
     ethernet, kinds = bps.pop(_ETHERNET, 0), named_values(args.kind, (), "--kind")
     kept = _kept(existing, kinds, bps, ethernet) if existing else []
-    new, lacking = completed(new, kinds, bps)
-    if lacking or not (existing or ethernet):
-        new, ethernet = _asked(new, lacking, ethernet, existing, source_name)
+    new, missing = completed(new, kinds, bps)
+    needs_ethernet_rate = not existing and not ethernet
+    if missing or needs_ethernet_rate:
+        if not sys.stdin.isatty():
+            raise _missing_values(missing, needs_ethernet_rate, source_name)
+        new = _ask_for_clusters(new)
+        if needs_ethernet_rate:
+            question = "rate of one node on the network that reaches every node (25Gb/s)"
+            ethernet = _ask(question, _rate)
     if existing:
         text = write.merged(read_text(args.output, "name a cluster.toml"), args.output, more, new)
     else:
@@ -103,34 +115,41 @@ def _nodes(args: argparse.Namespace) -> list[FoundNode]:
     return read_hostfile(files[0]) if source == "hostfile" else read_nodes(files[0])
 
 
-def _asked(
-    clusters: Sequence[FoundCluster], lacking: Sequence[str], ethernet_bps: int, existing: SiteSpec | None,
-    source_name: str
-) -> tuple[list[FoundCluster], int]:
-    """What nobody but a person knows, asked at a terminal; elsewhere a HolmesError that names the options."""
-    questions = [*lacking,
-                 *([] if existing or ethernet_bps else ["rate of the network that reaches every node"])]
-    if not sys.stdin.isatty():
-        flags = [f"--{text.partition(' ')[0]} {text.rpartition(' ')[2].strip(chr(39))}=..."
-                 for text in lacking]
-        flags += [f"--rate {_ETHERNET}=..."] if len(questions) > len(lacking) else []
-        raise HolmesError(f"{source_name} does not know the {some_of(questions)}; give {' '.join(flags)}")
+def _missing_values(
+    missing: Sequence[MissingValue], needs_ethernet_rate: bool, source_name: str
+) -> HolmesError:
+    """Return the error that lists the missing values and the options that give them."""
+    values = [f"{value.name} of cluster {value.cluster!r}" for value in missing]
+    options = [f"--{value.name} {value.cluster}=..." for value in missing]
+    if needs_ethernet_rate:
+        values.append("rate of the network that reaches every node")
+        options.append(f"--rate {_ETHERNET}=...")
+    return HolmesError(f"{source_name} has no {some_of(values)}; give {' '.join(options)}")
+
+
+def _ask_for_clusters(clusters: Sequence[FoundCluster]) -> list[FoundCluster]:
+    """Return `clusters` with the kinds and rates that the user types for those without.
+
+    Raises:
+        HolmesError: standard input has ended.
+    """
     kinds: dict[str, str] = {}
     rates: dict[str, int] = {}
     for cluster in clusters:
         kind = cluster.kind
         if not kind:
             nodes = folded(cluster.nodes)
-            kind = kinds[cluster.name] = _ask(f"cluster {cluster.name} ({nodes:.60}): its fast NICs"
-                                              f" ({', '.join(KINDS)})", _kind)
+            question = f"cluster {cluster.name} ({nodes:.60}): its fast NICs ({', '.join(KINDS)})"
+            kind = kinds[cluster.name] = _ask(question, _kind)
         if kind != _ETHERNET and not cluster.rate_bps:
-            what = (f"cluster {cluster.name}: rate of one node, all its {kind} NICs together, each way "
-                    f"(400Gb/s)")
-            rates[cluster.name] = _ask(what, lambda text: parse_rate(text, "rate"))
-    if not existing and not ethernet_bps:
-        ethernet_bps = _ask("rate of one node on the network that reaches every node (25Gb/s)",
-                            lambda text: parse_rate(text, "rate"))
-    return completed(clusters, kinds, rates)[0], ethernet_bps
+            nics = f"all its {kind} NICs together"
+            question = f"cluster {cluster.name}: rate of one node, {nics}, each way (400Gb/s)"
+            rates[cluster.name] = _ask(question, _rate)
+    return completed(clusters, kinds, rates).clusters
+
+
+def _rate(text: str) -> int:
+    return parse_rate(text, "rate")
 
 
 def _kind(text: str) -> str:
@@ -140,7 +159,11 @@ def _kind(text: str) -> str:
 
 
 def _ask(question: str, read: Callable[[str], T]) -> T:
-    """Until the answer can be read; HolmesError where there is none."""
+    """Return the answer to a question, which is asked again until `read` accepts the answer.
+
+    Raises:
+        HolmesError: standard input has ended.
+    """
     while True:
         print(f"{question}: ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()

@@ -21,8 +21,8 @@ from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import load_model, on_clusters
 from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.shape import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
-from holmes_ext.planner.search.space import with_zero, zero_of
 from holmes_ext.words import did_you_mean
 
 SIZES = ("pipeline", "tensor", "context", "expert", "order")

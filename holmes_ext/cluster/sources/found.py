@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from holmes_ext.cluster.gpu import KNOWN
 from holmes_ext.cluster.nic import KINDS
@@ -106,11 +107,32 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-._")
 
 
+class MissingValue(NamedTuple):
+    """A value that a cluster needs, and that neither the source nor the user has given."""
+
+    name: str  # "kind" or "rate"; the option --kind or --rate gives it
+    cluster: str
+
+
+class Completed(NamedTuple):
+    """Clusters with the values that the user gave, and the values that are still missing."""
+
+    clusters: list[FoundCluster]
+    missing: list[MissingValue]
+
+
 def completed(
     clusters: Sequence[FoundCluster], kinds: Mapping[str, str], rates: Mapping[str, int]
-) -> tuple[list[FoundCluster], list[str]]:
-    """With the kinds and rates (bits/s) given by clusters' names, and what still lacks ("kind of cluster x").
-    HolmesError: a name that no cluster has, or no kind."""
+) -> Completed:
+    """Return `clusters` with the kinds and rates that the user gave, and the list of missing values.
+
+    Args:
+        kinds: Name of a cluster -> kind of its fast NICs.
+        rates: Name of a cluster -> bits/s of all fast NICs of one node.
+
+    Raises:
+        HolmesError: no cluster has one of the names, or a kind does not exist.
+    """
     known = [cluster.name for cluster in clusters]
     for name in (*kinds, *rates):
         if name not in known:
@@ -120,7 +142,7 @@ def completed(
             raise HolmesError(f"kind of cluster {name!r}: {kind!r} is not one of {', '.join(KINDS)}")
     full = [replace(cluster, kind=kinds.get(cluster.name, cluster.kind),
                     rate_bps=rates.get(cluster.name, cluster.rate_bps)) for cluster in clusters]
-    lacking = [f"kind of cluster {cluster.name!r}" for cluster in full if not cluster.kind]
-    lacking += [f"rate of cluster {cluster.name!r}" for cluster in full
+    missing = [MissingValue("kind", cluster.name) for cluster in full if not cluster.kind]
+    missing += [MissingValue("rate", cluster.name) for cluster in full
                 if cluster.kind != "ethernet" and not cluster.rate_bps]
-    return full, lacking
+    return Completed(full, missing)

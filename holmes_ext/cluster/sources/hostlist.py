@@ -1,6 +1,7 @@
-"""Slurm's lists of hosts: "gpu[003-005,012],login1", "rack[0-1]node[00-15]" (man scontrol: show hostnames).
+"""Lists of hosts, as Slurm and cluster.toml write them: "gpu[003-005,012],login1", "rack[0-1]node[00-15]".
 
-Brackets hold numbers and ranges; a number keeps the zeros in front of it; the last bracket counts fastest.
+Brackets hold numbers and ranges. A number keeps the zeros in front of it. The last bracket counts fastest.
+Slurm's manual of scontrol has the format under `show hostnames`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,25 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from math import prod
 
-from holmes_ext.cluster.spec import MAX_NODES
 from holmes_ext.errors import HolmesError
 
+#: Hosts that one list may name.
+MAX_NODES = 100_000
 _ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\]]*)\]")
-_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
-_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 
 
 def expand(text: str, where: str) -> list[str]:
-    """The hosts of such a list, in its order; HolmesError, which begins with `where`, when it is none."""
+    """Return the names of the hosts in a list, in the order of the list.
+
+    Args:
+        where: The file and key, option or variable that has the list, for the error message.
+
+    Raises:
+        HolmesError: `text` is not a list of hosts, or names more than MAX_NODES.
+    """
     text = text.strip()
     items = _ITEM.findall(text)
     if ",".join(items) != text:
@@ -37,24 +46,32 @@ def expand(text: str, where: str) -> list[str]:
 
 
 def _numbers(inside: str, text: str, where: str) -> Iterator[str]:
+    """Return the numbers that one bracket of `text` stands for, with their leading zeros."""
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
-        first = int(match[1]) if match else 0
-        last = int(match[2] or match[1]) if match else -1
-        if not match or not first <= last < first + MAX_NODES:
+        if match is None:
             raise HolmesError(f"{where}: [{inside:.40}] in {text!r:.80} is not numbers such as [01-04,7]")
+        first = int(match[1])
+        last = int(match[2] or match[1])
+        if last < first:
+            raise HolmesError(f"{where}: range {part} in {text!r:.80} runs backwards")
+        if last - first >= MAX_NODES:
+            raise HolmesError(f"{where}: range {part} in {text!r:.80} names more than {MAX_NODES} hosts")
         width = len(match[1])
         yield from (f"{number:0{width}d}" for number in range(first, last + 1))
 
 
 def folded(names: Iterable[str]) -> str:
-    """ "a[0-2,5],b1": hosts that differ in their last number alone (of as many digits) share brackets, in the
-    order of their first ones."""
+    """Return the shortest list that names the hosts, such as "a[0-2,5],b1".
+
+    Hosts whose names differ only in the last number, with as many digits, share brackets. Numbers in brackets
+    are sorted; brackets are in the order of their first hosts.
+    """
     return ",".join(_written(*key, ",".join(parts), several) for key, parts, several in _grouped(names))
 
 
 def runs(names: Iterable[str]) -> list[str]:
-    """The same as texts of at most one range each, "a[0-2]" "a5" "b1": what cluster.toml reads."""
+    """Return the hosts as texts of at most one range each: "a[0-2]", "a5", "b1". The order is folded()'s."""
     return [_written(*key, part, "-" in part) for key, parts, _ in _grouped(names) for part in parts]
 
 

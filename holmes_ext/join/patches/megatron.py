@@ -31,7 +31,12 @@ from holmes_ext.join.data import part_of
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name
-from holmes_ext.patches.megatron.features import JOINED, JOINED_LM_DATA, JOINED_MDS_DATA
+from holmes_ext.patches.megatron.features import (
+    JOINED,
+    JOINED_LM_DATA,
+    JOINED_MDS_DATA,
+    OPTIMIZER_STEPS,
+)
 
 #: The owner of the job's steps: the framework that has called training.reserve() first. Its optimizer's steps
 #: count as steps of the job.
@@ -253,8 +258,6 @@ def _share_out(call, instance, dataset):
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer:"
 _COPY = "_copy_main_params_to_model_params"
-OPTIMIZER_STEPS = tuple(f"{_OPTIMIZER}{name}.step"
-                        for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"))
 PATCHES = (
     Patch(JOINED, "megatron.core.optimizer:get_megatron_optimizer", "names and order of the weights",
           _remember_chunks),

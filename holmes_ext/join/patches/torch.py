@@ -20,24 +20,31 @@ from holmes_ext.join import training
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.torch.features import JOINED
+from holmes_ext.runtime.session import Session
 
 _hooks: list[Any] = []
 
 
-def attach() -> None:
+def on_start(current: Session) -> list[str]:
     """Register global hooks of torch, by which jobs that train one model together follow its optimizer steps.
 
     The hooks run before and after each step of every optimizer.
+
+    Returns:
+        Lines for the user: none.
     """
     from torch.optim import optimizer
 
     _hooks.append(optimizer.register_optimizer_step_pre_hook(_before_step))
     _hooks.append(optimizer.register_optimizer_step_post_hook(_after_step))
+    return []
 
 
-def detach() -> None:
+def on_stop(reason: str) -> None:
+    """Remove these hooks, and leave the run of the other jobs."""
     while _hooks:
         _hooks.pop().remove()
+    training.end(reason)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from holmes_ext.join.codecs import OuterCodec
 from holmes_ext.join.peers.links import PeerLinks
 from holmes_ext.join.peers.routes import Peer
-from holmes_ext.join.rounds.codecs import OuterCodec
 from holmes_ext.join.shards.ownership import ShardPair
 from holmes_ext.join.shards.state import Fragment
 from holmes_ext.join.shards.weights import bytes_of, checksum
-from holmes_ext.runtime.reduce.compress import PLAIN
+from holmes_ext.runtime.compress import PLAIN
 
 
 class Attempt:

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from holmes_ext.join.codecs import codec_of
 from holmes_ext.join.peers.exchange import Attempt
 from holmes_ext.join.peers.links import PeerLinks, PeersFailed
 from holmes_ext.join.peers.take import Donor, take
 from holmes_ext.join.rounds.aggregate import coefficients, combine, products
-from holmes_ext.join.rounds.codecs import codec_of
 from holmes_ext.join.rounds.coordinator_link import (
     Claims,
     CoordinatorLink,
@@ -165,7 +165,7 @@ class RoundRunner:
         residual = self.state.fragments[in_flight.fragment].residual
         if residual is None:
             return square_of(in_flight.gradient)
-        return square_of(torch.add(in_flight.gradient, residual, alpha=self.codec.decay))
+        return square_of(torch.add(in_flight.gradient, residual))
 
     def _report(self, in_flight: InFlight, norm: float | None, tokens: float) -> dict[str, Any]:
         """What this job says when it is ready."""

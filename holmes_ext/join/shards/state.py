@@ -3,9 +3,9 @@ host.
 
     anchor      float32: as they were after their last outer step; the same bits in every job
     momentum    float32 (bfloat16 beside a residual of bfloat16), where the outer step has one
-    residual    what the codec has left out so far, this job's own: bfloat16 (int8, 2bit), float32 (topk)
+    residual    what the codec has left out so far, this job's own: bfloat16 (int8, 2bit)
 
-Bytes of an element of the rank: 4 + 4; with int8 and 2bit 4 + 2 + 2, the same; with topk 4 + 4 + 4.
+Bytes of an element of the rank: 4 + 4; with int8 and 2bit 4 + 2 + 2, the same.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.join.codecs import residual_dtype
 from holmes_ext.join.orthogonal import Matrices
-from holmes_ext.join.rounds.codecs import residual_dtype
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.ownership import Range, RankRange, fragment_cuts, owned_ranges
 from holmes_ext.join.shards.weights import Weights, checksum

@@ -6,7 +6,7 @@
                                     al. 2022, arXiv 2205.05198) x the micro-batches in flight on the stage
     working                         the layer that is recomputed right now, logits with their
                                     gradient, and the buckets of gradients that have memory
-                                    of their own (plan/cost/buckets.py)
+                                    of their own (plan/buckets.py)
 
 Under way on stage s of p: min(p - s, m) under 1F1B; with v chunks a stage min(m, (2 (p - s - 1) + (v - 1) p +
 1) / v), Megatron's warm-up (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the first stage's is the

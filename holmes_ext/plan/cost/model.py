@@ -30,8 +30,8 @@ from functools import cached_property
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
 POSITIONS = ("learned", "none")

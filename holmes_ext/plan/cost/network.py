@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Site
 from holmes_ext.cluster.wan import Hop, Wan
-from holmes_ext.plan.cost.across import Pair, hop_loads, neighbours
+from holmes_ext.plan.across import Pair, hop_loads, neighbours
 from holmes_ext.plan.cost.links import Curve, Link, Links
 from holmes_ext.plan.placement.families import GroupFamily, StageEdge
 from holmes_ext.plan.placement.placement import Content, Placement
@@ -98,11 +98,14 @@ class Network:
 
     kinds: of nodes, those that are alike: in one cluster, on the same fabrics. only: the fabric of all
     traffic, as without holmes. links: what was measured of the networks. uneven: for bounds: NCCL's sums in
-    two levels may have other numbers of ranks in each cluster.
+    two levels may have other numbers of ranks in each cluster. on_best_fabrics: a question "what if": every
+    group uses the slowest of its nodes' own best fabrics, even if the nodes do not share that fabric.
     """
 
-    def __init__(self, site: Site, links: Links = Links(), only: Fabric | None = None, uneven: bool = False):
+    def __init__(self, site: Site, links: Links = Links(), only: Fabric | None = None, uneven: bool = False,
+                 on_best_fabrics: bool = False):
         self.site, self.links, self.only, self.uneven = site, links, only, uneven
+        self.on_best_fabrics = on_best_fabrics
         self.processes, self.world = site.processes, site.world_size
         #: Fabrics are chosen by what was measured of them.
         self.measured = links.site(site)
@@ -148,13 +151,20 @@ class Network:
         return tuple(next(unused[kind]) for kind in placement.kinds())
 
     def fabric(self, kinds: Iterable[int]) -> Fabric:
-        """The fastest that nodes of these kinds share; with the numbers that cluster.toml states."""
+        """The fastest that nodes of these kinds share (or see on_best_fabrics); with the numbers that
+        cluster.toml states."""
         if self.only is not None:
             return self.only
-        key = frozenset(kinds)
-        firsts = (self.names[kind][0] for kind in key)
+        if self.on_best_fabrics:
+            own_best = [self._shared_fabric(frozenset([kind])) for kind in kinds]
+            return min(own_best, key=lambda fabric: fabric.preference)
+        return self._shared_fabric(frozenset(kinds))
+
+    def _shared_fabric(self, kinds: frozenset[int]) -> Fabric:
+        """Return the fastest fabric that nodes of these kinds share, as cluster.toml describes it."""
+        firsts = (self.names[kind][0] for kind in kinds)
         return self.remember(
-            key, lambda: self.site.fabric_by_name[self.measured.shared_fabric(firsts).name])
+            kinds, lambda: self.site.fabric_by_name[self.measured.shared_fabric(firsts).name])
 
     def line(self, fabric: Fabric) -> Fabric:
         """With rate and latency as measured, where that was."""

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from holmes_ext.plan.cost.buckets import buffer_bytes
+from holmes_ext.plan.buckets import buffer_bytes
 from holmes_ext.plan.cost.memory import state_bytes, working_bytes
 from holmes_ext.plan.cost.model import Gpu, Layer, Model
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.workload import Workload
 
 #: Of a number that is rounded (runtime/groups/wire.py); int8 has a scale for each row besides.
 NARROW_BYTES = {"bf16": 2, "int8": 1}

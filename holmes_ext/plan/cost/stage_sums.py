@@ -38,15 +38,20 @@ class Sums:
 
 
 class StageSums:
-    """Of one job on one network, for any placement of the same sizes; what was worked out is kept."""
+    """Of one job on one network, for any placement of the same sizes; what was worked out is kept.
+    on_best_fabrics: a kind of group, such as "data", that is priced by Network.on_best_fabrics: what would a
+    step take if none of these groups straddled; "": no kind."""
 
-    def __init__(self, network: Network, job: RankModel, rules: Rules = Rules()):
+    def __init__(self, network: Network, job: RankModel, rules: Rules = Rules(), on_best_fabrics: str = ""):
         self.network, self.job, self.rules = network, job, rules
         self.stock = network.only is not None
         self.hide_edges = rules.hide_edges and not self.stock and rules.virtual == 1
         self.known: dict[Hashable, Any] = {}
         #: By kind of group.
         self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)
+        if on_best_fabrics:
+            self.groups[on_best_fabrics] = Network(network.site, network.links, network.only,
+                                                   on_best_fabrics=True)
 
     # ------------------------------------------------------------------- what is alike
 

@@ -17,7 +17,7 @@ from math import inf
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.memory import in_flight
 from holmes_ext.plan.cost.pipeline import Estimate, both_ways, formula_ends, schedule, walked_ends
-from holmes_ext.plan.cost.workload import StageLoad, passes_s
+from holmes_ext.plan.workload import StageLoad, passes_s
 
 Row = tuple[float, ...]
 Rows = tuple[Row, ...]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, count
 from math import inf
 
-from holmes_ext.plan.placement.orders import Groups, Orders
+from holmes_ext.plan.arrange.orders import Groups, Orders
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.bound.least import StepLowerBound

@@ -14,7 +14,7 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions.two_levels import SHARES
 from holmes_ext.plan.placement.placement import Placement
-from holmes_ext.planner.search.space import Shape
+from holmes_ext.plan.shape import Shape
 
 
 class ShapeBound:

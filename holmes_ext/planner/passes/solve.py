@@ -18,8 +18,8 @@ from math import inf
 from random import Random
 
 from holmes_ext.plan.cost.pipeline import WORTH_MORE, quickest_in_flight, walked_ends
-from holmes_ext.plan.cost.workload import StageLoad, passes_s
 from holmes_ext.plan.passes import OnePass, PassOrder, Times
+from holmes_ext.plan.workload import StageLoad, passes_s
 from holmes_ext.planner.passes.least import least_s
 
 #: Passes that a search walks through at most: about a second.

@@ -1,6 +1,6 @@
 """A candidate of a search as a Plan, and a layout that the user has as a candidate.
 
-That layout's nodes stand as the job would order them (plan/placement/place.py), its layers as the framework
+That layout's nodes stand as the job would order them (plan/arrange/place.py), its layers as the framework
 splits them, unless the user says otherwise: what `--holmes` alone gives.
 """
 
@@ -11,18 +11,17 @@ from dataclasses import replace
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.arrange.place import place
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.decide import derive_traffic
-from holmes_ext.plan.placement.place import place
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.rules import FLAT, TWO_LEVEL
+from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.result import Candidate, SearchResult
-from holmes_ext.planner.search.space import Shape, zero_of
 from holmes_ext.planner.search.stock import causes, stock_like
 
 
@@ -64,22 +63,6 @@ def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
 def _times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
     whole = estimate(result.costs(candidate), candidate.split).reduction_s
     return {"step_seconds": candidate.step_s, "reduction_seconds": max(whole)}
-
-
-def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int = 1) -> Shape:
-    """Of complete `sizes`; zero: None for what the model says. HolmesError: batch or chunks do not divide."""
-    steps, experts = model.micro_batches_of(sizes.data), model.experts or 1
-    if sizes.expert > experts:
-        raise HolmesError(f"{model.source}: expert size {sizes.expert} is more than the {experts} experts")
-    if model.layers < sizes.pipeline * virtual:
-        what = f"{model.layers} layers are too few for {sizes.pipeline} stages of {virtual} chunks"
-        raise HolmesError(f"{model.source}: {what}; every chunk needs one")
-    if virtual > 1 and (steps % sizes.pipeline or model.layers % (sizes.pipeline * virtual)):
-        units = f"{sizes.pipeline} stages, and {model.layers} layers by {sizes.pipeline} x {virtual} chunks"
-        raise HolmesError(f"{model.source}: interleaved: {steps} micro-batches must be divisible by {units}")
-    axes = sizes.pipeline, sizes.tensor, sizes.context, sizes.expert, sizes.data
-    zero = zero_of(model) if zero is None else zero
-    return Shape(*axes, virtual, model.micro_batch, steps, model.recompute, zero)
 
 
 def given(

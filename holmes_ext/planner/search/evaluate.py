@@ -8,18 +8,19 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import floor, inf
 
+from holmes_ext.plan.arrange.orders import Orders
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.partition import Split, full_to_empty, improved
-from holmes_ext.plan.placement.orders import Orders
 from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.chain import ChainBound
 from holmes_ext.planner.bound.orders import OrderBounds
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.bound.stages import Stages
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import execution_of, job_of, passes, with_flight
-from holmes_ext.planner.search.space import Limits, Shape
+from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.simulate.repeat import folded_s
 
 #: Passes up to which a step is simulated.

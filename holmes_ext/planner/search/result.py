@@ -8,6 +8,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 from holmes_ext.document import load_json
+from holmes_ext.plan.arrange.orders import described, launched
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.pipeline import uniform
@@ -15,11 +16,11 @@ from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel, kinds_of
 from holmes_ext.plan.cost.stages import StageCosts, estimate
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.placement.orders import described, launched
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.rules import FLAT, Rules
+from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER
-from holmes_ext.planner.search.space import Limits, Shape
+from holmes_ext.planner.search.space import Limits
 
 #: Steps that differ by less than this fraction are equal.
 EQUAL = 1e-9

@@ -26,10 +26,10 @@ from dataclasses import replace
 from math import inf
 from multiprocessing import get_context
 
+from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.search.evaluate import Evaluator, Found, Item, PlacedShape
 from holmes_ext.planner.search.result import EQUAL, SearchResult
 from holmes_ext.planner.search.sketch import Progress, Sketch
-from holmes_ext.planner.search.space import Shape
 
 #: Seconds that one process works before another is started, and processes at most.
 ALONE_S, PROCESSES = 2.0, 2

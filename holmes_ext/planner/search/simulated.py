@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from holmes_ext.plan.cost.memory import Memory, in_flight, stage_memory
 from holmes_ext.plan.cost.stages import estimate
-from holmes_ext.plan.cost.workload import StageLoad
+from holmes_ext.plan.shape import Shape
+from holmes_ext.plan.workload import StageLoad
 from holmes_ext.planner.passes.solve import quickest
 from holmes_ext.planner.search.result import Candidate, SearchResult
-from holmes_ext.planner.search.space import Shape
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.repeat import folded_s
 from holmes_ext.planner.simulate.step import JobStep, Step

@@ -8,17 +8,18 @@ from dataclasses import replace
 from math import inf
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.arrange.orders import launched
 from holmes_ext.plan.cost.memory import in_flight
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.partition import Split
-from holmes_ext.plan.placement.orders import launched
+from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.bound.stages import Stages
 from holmes_ext.planner.search.evaluate import Evaluator, what_crosses
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, passes, timed
-from holmes_ext.planner.search.space import CLUSTERS, Limits, Shape, shapes
+from holmes_ext.planner.search.space import CLUSTERS, Limits, shapes
 from holmes_ext.units import format_bytes
 
 #: Candidates simulated at most, each of another shape, and the passes of all of them together.

@@ -17,11 +17,11 @@ from itertools import product
 from typing import Any, TypeVar
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.memory import states
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.rules import REDUCTIONS
-from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
+from holmes_ext.plan.shape import Shape
+from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, divisors
 from holmes_ext.words import did_you_mean, named_values
 
 T = TypeVar("T")
@@ -86,51 +86,6 @@ def parse_limits(texts: list[str]) -> Limits:
     return Limits(allowed, float(number or 0) * 1e9)
 
 
-@dataclass(frozen=True, order=True)
-class Shape:
-    """One choice of everything but the order of nodes, the partition and how each group reduces."""
-
-    pipeline: int
-    tensor: int
-    context: int
-    expert: int
-    data: int
-    virtual: int
-    micro_batch: int
-    micro_batches: int
-    recompute: str
-    zero: int
-    #: Under ZeRO 3: of the weights, which are sharded over as many parts of the ranks: clusters (FSDP's
-    #: hybrid).
-    replicas: int = 1
-
-    def sizes(self, order: str = DEFAULT_ORDER) -> Sizes:
-        return Sizes(self.pipeline, self.tensor, self.context, self.expert, self.data, order)
-
-    def model(self, model: Model) -> Model:
-        """`model` with this micro-batch, recomputation and ZeRO stage (as state_bytes and sharded_bytes)."""
-        return replace(
-            with_zero(model, self.zero), micro_batch=self.micro_batch, micro_batches=self.micro_batches,
-            global_batch=0, recompute=self.recompute,
-        )
-
-
-def zero_of(model: Model) -> int:
-    """The ZeRO stage that the model's sharded_bytes come nearest to."""
-    return min(range(4), key=lambda stage: abs(_shared(model, stage) - model.sharded_bytes))
-
-
-def with_zero(model: Model, zero: int) -> Model:
-    """`model` with state_bytes and sharded_bytes as that stage of ZeRO divides them."""
-    total, shared = model.state_bytes + model.sharded_bytes, _shared(model, zero)
-    return replace(model, state_bytes=total - shared, sharded_bytes=shared)
-
-
-def _shared(model: Model, zero: int) -> float:
-    parts = states(model)
-    return sum(parts[name] for name in ("optimizer", "gradients", "weights")[:zero])
-
-
 def shapes(network: Network, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
     """All shapes of the space within `limits`."""
     world, processes, kv = network.world, network.processes, model.groups or model.heads
@@ -179,9 +134,3 @@ def _inner(
 
 def _even(processes: int, ranks: int) -> bool:
     return processes % ranks == 0 or ranks % processes == 0
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending."""
-    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
-    return small + [number // value for value in reversed(small) if value * value != number]

@@ -1,4 +1,4 @@
-"""Nodes spread over stages by what crosses, where there is a WAN (plan/placement/spread.py)."""
+"""Nodes spread over stages by what crosses, where there is a WAN (plan/arrange/spread.py)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import lru_cache
 from itertools import islice, permutations
 from math import inf
 
+from holmes_ext.plan.arrange.spread import Stages, spread
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement.placement import Placement
-from holmes_ext.plan.placement.spread import Stages, spread
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.bound.shape import ShapeBound, rates_between
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult

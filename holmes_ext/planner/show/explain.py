@@ -24,20 +24,7 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("layers of each stage").add_argument
-    add("--model", metavar="FILE", help="the model as TOML (examples/models), not a nominal one")
-    add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N")
-    add("--partition", choices=METHODS, default="uniform",
-        help="as the framework splits them, by the Holmes paper's formula, or for the least predicted step "
-             "(default: uniform)")
-    add("--alpha", type=float, default=1.0, metavar="X", help="the paper's alpha, for --partition speed "
-                                                              "(default: 1)")
-    add("--overlap", choices=("on", "off"), default="on",
-        help="gradients are reduced under the last backward, as --holmes-overlap auto does (default: on)")
-    add("--inflight", choices=("auto", "off"), default="auto",
-        help="micro-batches in flight that hide edges, as under --holmes-inflight auto, or off")
-    add("--passes", choices=("auto", "1f1b"), default="1f1b",
-        help="auto: backward passes in two, as under --holmes-passes auto")
+    add = parser.add_argument_group("times and memory of each stage").add_argument
     add("--explain", action="store_true", help="every stage's times and memory, for each --partition")
     add("--picture", metavar="FILE", help="the same as a picture (.png, .svg, .pdf; needs matplotlib)")
 

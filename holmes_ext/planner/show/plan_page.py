@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from holmes_ext.cli.show.training import Training
-from holmes_ext.join import show_plan as joined_plan
+from holmes_ext.planner.companion import PlanCompanion
 from holmes_ext.planner.html import plan_pictures as pictures
 from holmes_ext.planner.html.page import command, heading, page, paragraphs, picture, table
 from holmes_ext.planner.html.pictures import svg
@@ -19,7 +20,7 @@ from holmes_ext.planner.show import search_table as shown
 
 def document(
     result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
-    joined: joined_plan.Beside | None = None,
+    besides: Mapping[str, PlanCompanion] = MappingProxyType({}),
 ) -> str:
     """The best plan of a search, or the layout that was given; nothing needs the network."""
     best, alone = result.best, result.user_layout is result.best
@@ -39,17 +40,10 @@ def document(
         drawn["timeline"],
         heading(seconds.capitalize()), picture(whys, "seconds by cause"), table(head, rows, strong=-1),
         heading("What if the network between the clusters were another"), drawn["ethernet"],
-        *(_joined(joined) if joined is not None else ()),
+        *(part for beside in besides.values() for part in beside.page_parts()),
         heading("Your layout" if alone else "The plans found"),
         table([column.name for column in shown.COLUMNS], plan_rows),
         paragraphs([shown.LEGEND]))
-
-
-def _joined(beside: joined_plan.Beside) -> list[str]:
-    head = [column.name for column in joined_plan.COLUMNS]
-    return [heading("Joined jobs in its place, one in each cluster"), paragraphs([beside.jobs_line() + "."]),
-            picture(svg(beside.figure()), "tokens/s over every"), table(head, beside.rows()),
-            paragraphs([joined_plan.LEGEND, beside.line() + "."])]
 
 
 def _launches(result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -21,19 +22,20 @@ from holmes_ext.cluster.sources.hostlist import folded
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.document import save
 from holmes_ext.errors import HolmesError
-from holmes_ext.join import show_plan as joined_plan
+from holmes_ext.extensions import Contribution, contributions
 from holmes_ext.patches.megatron.command_line.refusals import refusals
-from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.rules import REDUCTIONS, rules_of
+from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.planner.companion import PlanCompanion
 from holmes_ext.planner.html.pictures import pyplot, write
 from holmes_ext.planner.html.plan_pictures import draw_search
 from holmes_ext.planner.launch_flags import Launch, limited
-from holmes_ext.planner.search.as_plan import given, plan_of, shape_of
+from holmes_ext.planner.search.as_plan import given, plan_of
 from holmes_ext.planner.search.fewer import best_use
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.search import proven, search
@@ -52,23 +54,29 @@ FIRST = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(what).add_argument
-    add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
     add("--search", action="store_true", help="search even if sizes are given, and compare with the best")
     add("--limit", action="append", default=[], metavar="NAME=V,...",
         help="search only these values: tensor=1,2 or pipeline=2,tensor=1 or recompute=none or memory=60GB; "
              "repeatable")
-    add("--for", dest="framework", choices=tuple(ENGINES),
-        help="search only what this framework can do (default: the one whose flags the command line has)")
     add("--seconds", type=float, default=60.0, metavar="S",
         help="time limit; ends early once the best is proven (default: 60); Ctrl-C: the best so far")
     add("--rows", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
     add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
     add("--pictures", metavar="DIR",
-        help="write placement, timeline, clusters and ethernet.png, with --joined joined.png (needs "
+        help="write placement, timeline, clusters and ethernet.png, and joined.png with --joined (needs "
              "matplotlib)")
-    add("--joined", action="store_true", help="beside it: one job in each cluster, joined (docs/joined.md)")
-    what = "a Megatron or DeepSpeed command line that names the model; its sizes are your layout"
-    parser.add_argument("command", nargs="*", metavar="-- COMMAND", help=what)
+    for companion in companions():
+        companion.load().add_arguments(add)
+
+
+def companions() -> list[Contribution]:
+    """Return what extensions forecast beside the plans of a search."""
+    return contributions("plan_companions")
+
+
+def wanted_companions(args: argparse.Namespace) -> list[Contribution]:
+    """Return the companions that the arguments ask for."""
+    return [companion for companion in companions() if companion.load().wanted(args)]
 
 
 def wanted(args: argparse.Namespace) -> bool:
@@ -77,8 +85,8 @@ def wanted(args: argparse.Namespace) -> bool:
     of_search = args.global_batch is not None or args.limit or args.framework or drawn or args.command
     if args.picture or (args.explain and not of_search and not args.model):
         return False
-    asked = args.search or args.joined or bool(args.limit)
-    return asked or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
+    asked = args.search or wanted_companions(args) or bool(args.limit)
+    return bool(asked) or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
 
 
 def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
@@ -112,10 +120,12 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
                 result = with_breadth_first(result)
             if asked.rules.splits:
                 result = with_passes(result)
-    joined = None
-    if args.joined and not result.interrupted:
-        joined = joined_plan.beside(result.on_all or result, FIRST * args.seconds)
-        more["joined"] = joined.document()
+    besides: dict[str, PlanCompanion] = {}
+    if not result.interrupted:
+        for companion in wanted_companions(args):
+            forecast = companion.load().beside(result.on_all or result, FIRST * args.seconds)
+            besides[companion.name] = forecast
+            more[companion.name] = forecast.document()
     plan = plan_of(result, result.best, job.options)
     if args.output:
         plan.save(args.output)
@@ -125,9 +135,9 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     else:
         search_table.show(result, args, job, starts)
         show_wan(links.site(site), spec.notes)
-        if joined is not None:
-            joined_plan.show(joined)
-    draw(result, args, job, starts, joined)
+        for forecast in besides.values():
+            forecast.show()
+    draw(result, args, job, starts, besides)
     if args.output and not args.json:
         print(f"written: {args.output}")
     return 130 if result.interrupted else 0
@@ -186,14 +196,16 @@ def check_pictures(args: argparse.Namespace, job: Training) -> None:
 
 def draw(
     search_result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
-    joined: joined_plan.Beside | None = None,
+    besides: Mapping[str, PlanCompanion] = MappingProxyType({}),
 ) -> None:
     """The page of --html and the pictures of --pictures."""
     written = draw_search(search_result, Path(args.pictures)) if args.pictures else []
-    if joined is not None and args.pictures:
-        written.append(write(joined.figure(), Path(args.pictures) / "joined.png", "name another directory"))
+    for name, forecast in besides.items():
+        if args.pictures:
+            path = Path(args.pictures) / f"{name}.png"
+            written.append(write(forecast.figure(), path, "name another directory"))
     if args.html:
-        save(args.html, plan_page.document(search_result, args, job, starts, joined), "the page")
+        save(args.html, plan_page.document(search_result, args, job, starts, besides), "the page")
         written.append(Path(args.html))
     for path in written:
         print(f"written: {path}", file=sys.stderr if args.json else sys.stdout)

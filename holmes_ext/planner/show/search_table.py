@@ -15,12 +15,12 @@ from typing import Any
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import Training, sizes_given
 from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.html.plan_pictures import of_limit
 from holmes_ext.planner.launch_flags import Launch, added, launches
 from holmes_ext.planner.search.explain import NOTHING, explain, thin_stages
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, step_without
-from holmes_ext.planner.search.space import Shape
 from holmes_ext.planner.search.stock import CAUSES, best_stock, causes, stock_like
 from holmes_ext.units import format_bytes
 

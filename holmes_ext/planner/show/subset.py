@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from holmes_ext.cli.plan import only
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import Training, training_of
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.sources import request, slurm
-from holmes_ext.cluster.sources.hostlist import expand, folded
+from holmes_ext.cluster.sources.hostlist import folded
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.rank_model import narrowed
+from holmes_ext.plan.shape import Shape, shape_of
 from holmes_ext.planner.bound.nodes import (
     Family,
     alike,
@@ -29,15 +31,14 @@ from holmes_ext.planner.bound.nodes import (
     is_flat,
     of_family,
 )
-from holmes_ext.planner.search.as_plan import plan_of, shape_of
+from holmes_ext.planner.search.as_plan import plan_of
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search
 from holmes_ext.planner.search.sketch import simulate_first
-from holmes_ext.planner.search.space import Limits, Shape
+from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.search.subset import Counts, Priced, Subsets, best_subset
 from holmes_ext.planner.show.search import asked_for, global_batch, limits_of
 from holmes_ext.units import format_seconds
-from holmes_ext.words import some_of
 
 FORMS = ("sbatch", "hetjob", "hostfile", "kubernetes")
 #: Part of the seconds, where the sizes are free, for those on the best conceivable nodes; and for those of
@@ -59,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: all)")
     add("--as", dest="form", choices=FORMS,
         help="with --nodes: print only this: for sbatch, as a heterogeneous job, for MPI, a node affinity")
-    add("--nodelist", metavar="LIST", help="with --cluster: only these of the file ($SLURM_JOB_NODELIST)")
 
 
 def wanted(args: argparse.Namespace) -> bool:
@@ -71,15 +71,6 @@ def wanted(args: argparse.Namespace) -> bool:
     if args.nodes is not None and not args.from_cluster:
         raise HolmesError("--nodes needs --from-cluster FILE: a cluster.toml of all nodes to choose from")
     return args.nodes is not None
-
-
-def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
-    """`spec` as far as the nodes of a list go; HolmesError for one that it does not know."""
-    names = expand(listed, flag)
-    if strangers := [name for name in names if not spec.known_as(name)]:
-        raise HolmesError(
-            f"{flag}: {spec.source} does not know {some_of(strangers, 4)}; add it to a cluster's nodes")
-    return spec.only({spec.known_as(name) for name in names})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from holmes_ext.plan.cost.buckets import bucket_bytes, cut
+from holmes_ext.plan.buckets import bucket_bytes, cut
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import Load, Network
 from holmes_ext.plan.cost.reductions.reduction import PricedReduction, Tag

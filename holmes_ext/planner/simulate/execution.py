@@ -28,7 +28,7 @@ class Execution:
     passes: tuple[str, ...] = ()
     #: Of reductions with the last backward: "first" for the first stage only, the others in one piece.
     overlap: str = "off"
-    #: 0: by the rule of plan/cost/buckets.py; first: of the first bucket, where that is another.
+    #: 0: by the rule of plan/buckets.py; first: of the first bucket, where that is another.
     bucket_bytes: int = 0
     first_bucket_bytes: int = 0
     #: Groups that straddle clusters sum in two levels, of the stages whose reduction has that name; () for

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from holmes_ext.plan.cost.pipeline import Pass, passes
 from holmes_ext.plan.engine import AWAITED, PAIRED
-from holmes_ext.plan.passes import PassOrder
+from holmes_ext.plan.passes import Pass, PassOrder, passes
 from holmes_ext.planner.simulate.events import Op
 
 Message = tuple[str, int, int]

@@ -26,17 +26,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from holmes_ext.plan.decisions import pairs_with_group
+from holmes_ext.plan.plan import pairs_with_group
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import (
+from holmes_ext.runtime.backend import (
     backend_of,
     group_ranks,
     nccl_backend_in,
     network_api_of,
     timeout_of,
 )
-from holmes_ext.runtime.groups.backend_table import traits_of
+from holmes_ext.runtime.backend_table import traits_of
 from holmes_ext.runtime.groups.communicators import can_postpone, with_lazy_init
 from holmes_ext.runtime.groups.transport import settings_of
 

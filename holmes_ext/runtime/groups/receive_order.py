@@ -42,8 +42,7 @@ from dataclasses import dataclass
 from math import floor
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.pipeline import passes
-from holmes_ext.plan.passes import OnePass, PassOrder, before
+from holmes_ext.plan.passes import OnePass, PassOrder, before, passes
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 

@@ -23,8 +23,8 @@ from holmes_ext.cluster.nccl import SHARED, file_settings, network_name, variabl
 from holmes_ext.cluster.site import Fabric, Node
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.traffic import LOCAL
-from holmes_ext.runtime.groups.backend import options_of
-from holmes_ext.runtime.groups.backend_table import traits_of
+from holmes_ext.runtime.backend import options_of
+from holmes_ext.runtime.backend_table import traits_of
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.reduce.compress import Codec, Int8, codec
+from holmes_ext.runtime.compress import Codec, Int8, codec
 
 #: What to do once a message is there, on the stream of the pass that needs it.
 Finish = Callable[[], None]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.runtime import group_kinds as kinds
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups import kinds
-from holmes_ext.runtime.groups.backend import backend_of
-from holmes_ext.runtime.groups.backend_table import traits_of
+from holmes_ext.runtime.backend import backend_of
+from holmes_ext.runtime.backend_table import traits_of
 from holmes_ext.runtime.measure.device_clock import Mark
 
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.groups import kinds
+from holmes_ext.runtime import group_kinds as kinds
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure.device_clock import DeviceClock
 from holmes_ext.runtime.measure.on_device import OnDevice

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holmes_ext.runtime.compress import PLAIN, Codec, ResidualMap, residual_of
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.reduce.compress import PLAIN, Codec, ResidualMap, residual_of
 
 #: Of a part at least, for each stream that shares it.
 STREAM_BYTES = 64 * 2**10

@@ -1,4 +1,4 @@
-"""Flat buffers of gradients: filled, reduced, stored back. Where buckets are cut: plan/cost/buckets.py."""
+"""Flat buffers of gradients: filled, reduced, stored back. Where buckets are cut: plan/buckets.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.buckets import cut
+from holmes_ext.plan.buckets import cut
 
 #: torch DistributedDataParallel's bucket_cap_mb; used where nothing is known of the fabric.
 DEFAULT_BYTES = 25 * 2**20
@@ -56,7 +56,7 @@ def named_parameters(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Para
 
 def fill_buckets(items: Sequence[Item], order: Sequence[int],
                  limit_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Indices into `items`, in `order`, cut as plan/cost/buckets.py says."""
+    """Indices into `items`, in `order`, cut as plan/buckets.py says."""
     buckets = cut([items[index].bytes for index in order], limit_bytes, [items[index].key for index in order])
     return tuple(tuple(order[place] for place in bucket) for bucket in buckets)
 

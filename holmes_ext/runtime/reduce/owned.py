@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.backend import backend_of
 from holmes_ext.runtime.groups.members import members_group
+from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 from holmes_ext.runtime.reduce.steps import Steps
 
 #: What a rank adds and sends on at a time.
@@ -38,12 +39,13 @@ def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class ReduceToOwners:
-    """work = reduce(flat tensor, spans) starts the sums, work.wait() ends them; then a span's owner has its
-    sum.
+    """Reduction by which each rank gets the sums of its own part of a tensor only.
 
-    All ranks of `group` call it with the same spans in the same order; construction is collective. gloo's
-    chains run in a thread (close() ends it), over their own group; other backends reduce().
+    All ranks of `group` start the same sums in the same order; construction is collective. gloo's chains run
+    in a thread (close() ends it), over their own group; other backends reduce().
     """
+
+    multiple = 1
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
         self._ranks = dist.get_process_group_ranks(group)
@@ -53,7 +55,27 @@ class ReduceToOwners:
             self._group = members_group(self._ranks, "data_parallel owners", backend="gloo")
             self._steps = Steps("owners", self._chains)
 
-    def __call__(self, flat: torch.Tensor, spans: Spans) -> Any:
+    def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Any:
+        """Start the sums of a bucket's parts, as Reduction.all_reduce.
+
+        Args:
+            flat: The buffer of the bucket.
+            bucket: Its `spans` name the rank that gets the sum of each part. On other ranks the part is
+                undefined afterwards.
+        """
+        assert bucket is not None, "only a bucket knows which rank needs which part"
+        return self.reduce(flat, bucket.spans)
+
+    def reduce(self, flat: torch.Tensor, spans: Spans) -> Any:
+        """Start the sums of a tensor's parts.
+
+        Args:
+            flat: One-dimensional and contiguous.
+            spans: The parts, one after the other: (elements, global rank that gets the sum).
+
+        Returns:
+            A work with wait() and get_future().
+        """
         parts = list(zip(flat.split([elements for elements, _ in spans]), [owner for _, owner in spans]))
         if self._steps is not None:
             return self._steps([parts])
@@ -62,6 +84,9 @@ class ReduceToOwners:
     def close(self) -> None:
         if self._steps is not None:
             self._steps.close()
+
+    def describe(self) -> str:
+        return f"reduction over {len(self._ranks)} ranks, each part to the rank that owns it"
 
     def _chains(self, parts: list[tuple[torch.Tensor, int]]) -> None:
         """All receives are posted at once; ranks work on one span after the other."""

@@ -23,15 +23,22 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
+from holmes_ext.plan.buckets import BUCKETS_IN_FLIGHT
+from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Gradient, Item
 from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
+from holmes_ext.runtime.reduce.planned import (
+    PlannedReduction,
+    bucket_bytes_for,
+    check_bucket_bytes,
+    planned_fabric,
+)
+from holmes_ext.runtime.reduce.reduction import CallersReduction, Reduction
 from holmes_ext.runtime.reduce.side_stream import SideStream
 from holmes_ext.runtime.reduce.steps import ReductionTimes
-from holmes_ext.runtime.reduce.straddling import GroupSum, TwoLevel
 from holmes_ext.runtime.watch.failure import describe_failure
 
 
@@ -86,20 +93,30 @@ class GradientReducer:
     ):  # fmt: skip
         named = flat_bucket.named_parameters(parameters)
         self._parameters = [parameter for _, parameter in named]
-        self.group = group = group if group is not None else dist.group.WORLD
+        if group is None:
+            group = dist.group.WORLD
         assert group is not None, "no process group: call init_process_group first"
+        self.group = group
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self._predivide, self._average = predivide, average
         self._gradient = gradient or (lambda parameter: parameter.grad)
         self._items = [Item.of(name, parameter, communication_dtype) for name, parameter in named]
-        device_type, size = self._parameters[0].device.type, sum(item.bytes for item in self._items)
-        self._sum = GroupSum(group, size, device_type, compress, all_reduce, bucket_bytes, self._parameters,
-                             fabric)
-        self.fabric = self._sum.fabric
-        self._side = SideStream() if device_type == "cuda" else None
-        self._all_owners = owners if all_reduce is None else None
+        device_type = self._parameters[0].device.type
+        if bucket_bytes is not None:
+            check_bucket_bytes(bucket_bytes)
+        self._given_bucket_bytes = bucket_bytes
+        self._planned: PlannedReduction | None = None
+        self._callers: CallersReduction | None = None
+        self._owners = None
+        if all_reduce is not None:
+            self._callers = CallersReduction(all_reduce)
+        else:
+            self._planned = PlannedReduction(group, self._size, device_type, compress)
+            self._owners = owners
         self._to_owners: ReduceToOwners | None = None
-        self.bucket_bytes = self._sum.bucket_bytes()
+        self.fabric = fabric or planned_fabric(group, device_type)
+        self.bucket_bytes = self._bucket_bytes()
+        self._side = SideStream() if device_type == "cuda" else None
         late = {id(parameter) for parameter in deferred}
         self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
         self.times: ReductionTimes | None = None
@@ -112,6 +129,27 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_arrived, index))
             for index, parameter in enumerate(self._parameters)
         ]
+
+    @property
+    def _size(self) -> int:
+        """Bytes of all gradients on the wire."""
+        return sum(item.bytes for item in self._items)
+
+    def _bucket_bytes(self) -> int:
+        if self._given_bucket_bytes is not None:
+            return self._given_bucket_bytes
+        return bucket_bytes_for(self._planned, self.fabric, len(self.ranks), self._size)
+
+    def _chosen_reduction(self) -> Reduction:
+        """Return what sums the buckets now. All ranks must call this: it may make process groups."""
+        if self._planned is None:
+            assert self._callers is not None
+            return self._callers
+        if self._owners is None or self._planned.hierarchical is not None:
+            return self._planned.reduction
+        if self._to_owners is None:
+            self._to_owners = ReduceToOwners(self.group, self._parameters[0].device.type)
+        return self._to_owners
 
     def _check_alike(self) -> None:
         """Ranks with different parameters would reduce different things with each other, or hang."""
@@ -132,17 +170,15 @@ class GradientReducer:
         groups = flat_bucket.fill_buckets(self._items, order, self.bucket_bytes)
         last = flat_bucket.fill_buckets(self._items, self._deferred, self.bucket_bytes)
         self._buckets = []  # the old ones' buffers go before there are new ones
-        multiple = getattr(self._sum.all_reduce, "multiple", 1)
-        kept = self._side is None
+        self._reduction = self._chosen_reduction()
+        multiple, kept = self._reduction.multiple, self._side is None
         self._buckets = [FlatBucket(indices, self._items, multiple, kept) for indices in (*groups, *last)]
         self._hooked = len(groups)  # buckets that the backward pass may launch
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
-        if (owners := self._all_owners) and self._sum.two_level is None:
-            device_type = self._parameters[0].device.type
-            self._to_owners = self._to_owners or ReduceToOwners(self._sum.group, device_type)
+        if self._owners is not None and self._reduction is self._to_owners:
             for bucket in self._buckets:
                 bucket.spans = merge_spans(span for i in bucket.indices
-                                           for span in owners(self._parameters[i]))
+                                           for span in self._owners(self._parameters[i]))
         self._reset()
 
     def _reset(self) -> None:
@@ -178,8 +214,8 @@ class GradientReducer:
 
     def _begin_step(self) -> None:
         """Where the plan was decided again of what the job measured, on all ranks at this step."""
-        if self._sum.follow():
-            self.bucket_bytes = self._sum.bucket_bytes()
+        if self._planned is not None and self._planned.follow_plan():
+            self.bucket_bytes = self._bucket_bytes()
             self._build(self._order)
 
     def finish(self) -> ReductionTimes:
@@ -197,14 +233,18 @@ class GradientReducer:
             with telemetry.span("reduce"):  # the compute stream waits
                 self._side.join()
         ended = time.perf_counter()
-        self._sum.step()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
             step=self._step, bytes=sum(bucket.bytes for bucket in self._buckets), buckets=len(self._buckets),
             early=early, seconds=last - self._started_at if self._buckets else 0.0, exposed_s=ended - began,
             fabric=self.fabric.name if self.fabric else "",
         )  # fmt: skip
-        self._sum.note(self.times.bytes, overlap=self.armed, follows=self._all_owners is None)
+        if self._planned is not None:  # for the comparison of the job with its plan
+            is_hierarchical = self._planned.hierarchical is not None
+            session.note_reduction(
+                self.ranks, self._planned.spec, self.times.bytes, two_levels=is_hierarchical,
+                overlap=self.armed, follows=self._owners is None,
+            )  # fmt: skip
         self._step += 1
         if self.armed and self._expected is None:
             self._learn()
@@ -224,7 +264,8 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._sum.close()
+        if self._planned is not None:
+            self._planned.close()
         if self._to_owners is not None:
             self._to_owners.close()
 
@@ -282,7 +323,7 @@ class GradientReducer:
             if self._next == 0:
                 self._started_at = time.perf_counter()
             with self._naming(bucket):
-                bucket.work = self._reduction(bucket)
+                bucket.work = self._reduction.all_reduce(bucket.flat, bucket)
         if self._side is None:
             bucket.work.get_future().add_done_callback(
                 before_exit(lambda _: setattr(bucket, "done_at", time.perf_counter())))
@@ -293,15 +334,7 @@ class GradientReducer:
         if not bucket.stored:
             with self._naming(bucket):
                 bucket.work.wait()
-            share = self._sum.count / len(self.ranks)  # of the ranks that were summed
-            bucket.store((len(self.ranks) if self._average else 1) / self._predivide * share)
-
-    def _reduction(self, bucket: FlatBucket) -> Any:
-        if self._to_owners is not None and self._sum.two_level is None:
-            return self._to_owners(bucket.flat, bucket.spans)
-        if isinstance(self._sum.all_reduce, TwoLevel):
-            return self._sum.all_reduce(bucket.flat, of=bucket)
-        return self._sum.all_reduce(bucket.flat)
+            bucket.store((len(self.ranks) if self._average else 1) / self._predivide)
 
     @contextmanager
     def _naming(self, bucket: FlatBucket) -> Iterator[None]:

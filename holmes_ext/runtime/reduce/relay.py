@@ -1,4 +1,4 @@
-"""Sums by way of other clusters: round a ring, or up a tree and down again (plan/cost/across.py).
+"""Sums by way of other clusters: round a ring, or up a tree and down again (plan/across.py).
 
     ring a b c   a: send part 0 | take 2, add, send on | take 1,
                  add: the total of 1, send on | take 0, 2: totals
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm
+from holmes_ext.plan.across import CrossClusterAlgorithm
 from holmes_ext.runtime.reduce.direct import DirectExchange, Parts, wait_for
 
 #: Tags: of a tree's ways, and of a ring's rounds from _UP on.

@@ -19,32 +19,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holmes_ext.plan.cost.reductions.tied import tied_sums
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.sizes import Sizes, tied_sums
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of, network_api_of
-from holmes_ext.runtime.reduce.straddling import TwoLevel, two_level_of
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+from holmes_ext.runtime.backend import backend_of, network_api_of
+from holmes_ext.runtime.reduce.hierarchical import hierarchical_over
+from holmes_ext.runtime.reduce.reduction import Reduction
 
 
 class TiedSum:
     """tied_sum(gradient, divisor) leaves the sum over all `ranks` of both stages, divided, in it. twins:
-    data-parallel ranks of one stage; least: bytes from which on this is faster."""
+    data-parallel ranks of one stage; reduction: over all of them; least: bytes from which on this is
+    faster."""
 
-    def __init__(self, ranks: tuple[int, ...], all_reduce: TwoLevel, least: int):
-        self.ranks, self.twins, self.least, self._all_reduce = ranks, len(ranks) // 2, least, all_reduce
-
-    @property
-    def bytes_across(self) -> int:
-        """What this rank has sent to the other cluster so far (over gloo), without headers."""
-        assert isinstance(self._all_reduce, TwoLevelAllReduce)
-        return self._all_reduce.bytes_across
+    def __init__(self, ranks: tuple[int, ...], reduction: Reduction, least: int):
+        self.ranks, self.twins, self.reduction, self.least = ranks, len(ranks) // 2, reduction, least
 
     def takes(self, gradient: Any) -> bool:
         return gradient.is_contiguous() and gradient.numel() * gradient.element_size() >= self.least
 
     def __call__(self, gradient: Any, divisor: int) -> None:
-        self._all_reduce(gradient.view(-1).div_(divisor)).wait()
+        self.reduction.all_reduce(gradient.view(-1).div_(divisor)).wait()
 
 
 #: group of the ranks that share a weight -> its sum in two levels; None where the engine's own stays.
@@ -63,11 +57,11 @@ def _tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     if current is None or not network_api:
         return None
     plan, members = current.plan_for(sizes), set(dist.get_process_group_ranks(group))
-    reduction = plan.traffic_of(network_api).tied
+    spec = plan.traffic_of(network_api).tied
     candidates = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
-    if reduction is None or len(members) != 2 or len(candidates) != 1:
+    if spec is None or len(members) != 2 or len(candidates) != 1:
         return None
-    if set(reduction.clusters) != set(plan.by_cluster(members)):
+    if set(spec.clusters) != set(plan.by_cluster(members)):
         return None
-    all_reduce = two_level_of(candidates[0], reduction, network_api, "embedding")
-    return TiedSum(candidates[0], all_reduce, reduction.two_level_from) if all_reduce is not None else None
+    reduction = hierarchical_over(candidates[0], spec, network_api, purpose="embedding")
+    return TiedSum(candidates[0], reduction, spec.two_level_from) if reduction is not None else None

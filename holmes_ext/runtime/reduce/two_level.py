@@ -34,12 +34,14 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm
-from holmes_ext.plan.cost.reductions.two_levels import CHUNK_SHARE_BYTES, chunks_of
-from holmes_ext.runtime.reduce.compress import Residuals, codec
+from holmes_ext.plan.across import CrossClusterAlgorithm
+from holmes_ext.plan.buckets import CHUNK_SHARE_BYTES, chunks_of
+from holmes_ext.runtime.compress import Residuals, codec
 from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
+from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 from holmes_ext.runtime.reduce.relay import Relay
 from holmes_ext.runtime.reduce.steps import Steps, Work
+from holmes_ext.units import format_bytes
 
 #: A part of a tensor, and its residuals or its passage.
 Chunk = tuple[torch.Tensor, Any]
@@ -75,8 +77,7 @@ def _split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
 
 
 class TwoLevelAllReduce:
-    """work = all_reduce(flat tensor) starts a sum over all ranks of `clusters`, in place; work.wait() ends
-    it.
+    """Hierarchical all-reduce over all ranks of `clusters` by sends over gloo: a Reduction.
 
     clusters: global ranks of each cluster, the same on every rank (two clusters or more). chunk_bytes: None
     takes 512 KiB for each rank of the smallest cluster. compress: of what crosses, "off", "bf16" or "int8"
@@ -84,9 +85,10 @@ class TwoLevelAllReduce:
     another way than directly, for clusters of these names (relay.py; nothing is compressed); streams: of each
     two ranks, across; purpose: see DirectExchange. Construction is collective: it makes gloo groups of this
     cluster on its fabric and of all clusters on Ethernet (where holmes is active it chooses the NICs; else
-    GLOO_SOCKET_IFNAME does). Tensors: contiguous, on the CPU. close() ends the threads; what is under way is
-    finished first.
+    GLOO_SOCKET_IFNAME does). Tensors are on the CPU.
     """
+
+    multiple = 1
 
     def __init__(
         self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off",
@@ -112,17 +114,23 @@ class TwoLevelAllReduce:
             self._relay = Relay(self._across, across, names, names[self.clusters.index(self.members)])
             middle = [partial(self._relay_on, turn) for turn in range(len(self._relay.rounds))]
         self._steps = Steps("two-level", self._scatter_inside, *middle, self._gather_inside)
-        self.close = self._steps.close
 
-    def __call__(self, flat: torch.Tensor, of: object = None) -> Work:
-        """of: what the tensor is known by where its residuals are kept, in place of itself."""
+    def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Work:
+        """Start the sum of a tensor, as Reduction.all_reduce. Rounding errors are kept for each `bucket`."""
         assert flat.dim() == 1 and flat.is_contiguous() and flat.device.type == "cpu"
-        residuals = self._residuals.of(of or flat) if self._across.codec.feedback else None
+        residuals = self._residuals.of(bucket or flat) if self._across.codec.feedback else None
         chunks = flat.tensor_split(chunks_of(flat.nbytes, self.chunk_bytes))
         if self._relay is None:
             return self._steps([(chunk, residuals) for chunk in chunks])
         owned = [self._owned(chunk, self._relay.parts) for chunk in chunks]
         return self._steps([(chunk, self._relay.expect(parts)) for chunk, parts in zip(chunks, owned)])
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def describe(self) -> str:
+        chunk = format_bytes(self.chunk_bytes)
+        return f"hierarchical all-reduce over {len(self.clusters)} clusters, in chunks of {chunk}"
 
     @property
     def bytes_across(self) -> int:

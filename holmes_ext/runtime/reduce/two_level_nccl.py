@@ -31,10 +31,12 @@ import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.reductions.two_levels import chunk_bytes as planned_chunk_bytes
-from holmes_ext.plan.cost.reductions.two_levels import chunks_of
+from holmes_ext.plan.buckets import chunk_bytes as planned_chunk_bytes
+from holmes_ext.plan.buckets import chunks_of
+from holmes_ext.runtime.compress import Residuals, codec, residual_of
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.reduce.compress import Residuals, codec, residual_of
+from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
+from holmes_ext.units import format_bytes
 
 
 class Done:
@@ -43,13 +45,9 @@ class Done:
     def __init__(self, event: torch.cuda.Event | None, after: Callable[[], Any] | None):
         self._event, self._after = event, after
 
-    def arrived(self) -> None:
-        """The current CUDA stream waits for the sum, without what is to be done after it."""
+    def wait(self) -> None:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
-
-    def wait(self) -> None:
-        self.arrived()
         if self._after is not None:
             self._after()
             self._after = None
@@ -61,8 +59,7 @@ class Done:
 
 
 class TwoLevelCollectives:
-    """work = all_reduce(flat tensor) starts a sum over all ranks of `clusters`, in place; work.wait() ends
-    it.
+    """Hierarchical all-reduce over all ranks of `clusters` by NCCL's collectives: a Reduction.
 
     clusters: as many global ranks in each, the same lists on every rank. chunk_bytes, compress: as of
     TwoLevelAllReduce (compressed, each cluster's shard goes to all others whole: more bytes for three
@@ -92,11 +89,11 @@ class TwoLevelCollectives:
         cuda = torch.cuda.is_available()
         self._streams = [torch.cuda.Stream() for _ in range(3)] if cuda else []
 
-    def __call__(self, flat: torch.Tensor, of: object = None) -> Done:
-        """of: what the tensor is known by where its residuals are kept, in place of itself."""
+    def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Done:
+        """Start the sum of a tensor, as Reduction.all_reduce. Rounding errors are kept for each `bucket`."""
         assert flat.dim() == 1 and flat.is_contiguous()
         streams = self._streams if flat.is_cuda else []
-        residuals = self._residuals.of(of or flat) if self._codec.feedback else None
+        residuals = self._residuals.of(bucket or flat) if self._codec.feedback else None
         length = ceil(flat.numel() / chunks_of(flat.nbytes, self.chunk_bytes) / self.multiple) * self.multiple
         *chunks, last = flat.split(length) if flat.numel() else (flat,)
         rest = -last.numel() % self.multiple
@@ -117,7 +114,11 @@ class TwoLevelCollectives:
         return Done(event, cut if rest else None)
 
     def close(self) -> None:
-        """Nothing runs by itself here (as TwoLevelAllReduce's threads do)."""
+        """Do nothing: no thread runs here, unlike in TwoLevelAllReduce."""
+
+    def describe(self) -> str:
+        chunk = format_bytes(self.chunk_bytes)
+        return f"hierarchical all-reduce over {self._clusters} clusters, in chunks of {chunk}"
 
     def _sum(self, chunk: torch.Tensor, number: int, residuals: dict | None, streams: Sequence[Any]) -> None:
         shard = chunk.view(self.multiple, -1)[self._place]

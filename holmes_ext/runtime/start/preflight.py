@@ -30,10 +30,10 @@ from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.cluster.tcp import read_limits, shortfalls, sockets
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options
-from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import NETWORK_APIS
+from holmes_ext.runtime.planning import PlanMaker
 from holmes_ext.runtime.sockets.addresses import listen
 from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.listener import Guest, Listener
@@ -86,7 +86,7 @@ def tried_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
 
 def run(
     store: dist.Store, prefix: str, process: Process, host: str, site: Site, plan: Plan, options: Options,
-    engine: EngineTraits = EngineTraits(),
+    engine: EngineTraits, maker: PlanMaker,
 ) -> tuple[Site, Plan, list[str]]:
     """Try all pairs; the site and plan to go on with, the same on all ranks, and lines for the user.
 
@@ -104,7 +104,7 @@ def run(
                 report = host, _try_mine(store, prefix, site, host, todo), tcp_line(plan, site, host)
                 put_in(store, f"{prefix}/findings", json.dumps(report).encode(), 1, len(plan.nodes))
             if process.rank == 0:
-                verdict = _judge(store, prefix, site, plan, todo, options, engine, limit)
+                verdict = _judge(store, prefix, site, plan, todo, options, engine, maker, limit)
                 store.set(f"{prefix}/verdict", json.dumps(verdict))
             said = awaited(store, f"{prefix}/verdict", FINDINGS_S + 10)
         except (dist.DistError, RuntimeError):
@@ -122,7 +122,7 @@ def run(
         raise RemoteError(verdict["error"]) if process.rank else HolmesError(verdict["error"])
     if faults := {(node, fabric): fault for node, fabric, fault in verdict["faults"]}:
         site = site.without(faults)
-        plan = derive_traffic(plan, site, options, engine=engine)
+        plan = maker.on_ports(plan, site, options, engine=engine)
     return site, plan, verdict["lines"]
 
 
@@ -220,7 +220,7 @@ def tcp_line(plan: Plan, site: Site, host: str) -> str:
 
 def _judge(
     store: Any, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, engine: EngineTraits,
-    limit: Deadline,
+    maker: PlanMaker, limit: Deadline,
 ) -> dict[str, Any]:
     """Rank 0: every node's findings -> what all go on with."""
     findings: list[Finding] = []
@@ -237,7 +237,7 @@ def _judge(
         findings += map(tuple, tried)
         short += [tcp] if tcp else []
     try:
-        verdict = decide(site, plan, todo, findings, options, engine)
+        verdict = decide(site, plan, todo, findings, options, engine, maker)
         alike = f" ({len(short)} nodes are short of it)" if len(short) > 1 else ""
         return {**verdict,
                 "lines": [*verdict["lines"], *(f"preflight: TCP{alike}: {line}" for line in short[:1])]}

@@ -8,10 +8,10 @@ from typing import Any
 from holmes_ext.cluster.site import ETHERNET, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import NETWORK_APIS
+from holmes_ext.runtime.planning import PlanMaker
 from holmes_ext.words import some_of
 
 #: (fabric, the node that tried, the node that was tried, "" or what went wrong)
@@ -20,7 +20,7 @@ Finding = tuple[str, str, str, str]
 
 def decide(
     site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Finding], options: Options,
-    engine: EngineTraits = EngineTraits(),
+    engine: EngineTraits, maker: PlanMaker,
 ) -> dict[str, Any]:
     """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where that is to end the job."""
     first = {(pair.fabric, pair.first, pair.second): pair for pair in todo}
@@ -36,7 +36,7 @@ def decide(
     if options.fallback == "fail":
         raise HolmesError(f"{summary}; fix that, or use --holmes-fallback ethernet to avoid it")
     faults = lost(findings)
-    moved = _moved(plan, derive_traffic(plan, site.without(faults), options, engine=engine))
+    moved = _moved(plan, maker.on_ports(plan, site.without(faults), options, engine=engine))
     therefore = f"therefore {some_of(moved, 3, '; ')}" if moved else "no planned group needs it"
     lines = [f"{summary}; {therefore} (--holmes-fallback fail would end the job)", *lines]
     return {"faults": [[*end, f"found by the preflight: {why}"] for end, why in faults.items()],

@@ -5,42 +5,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from holmes_ext import __version__
-from holmes_ext.adapt import restart
 from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node
 from holmes_ext.cluster.resolve import (
     apart_by_subnet,
     nccl_remarks,
-    part_of,
-    resolve_site,
     slower_than_declared,
 )
 from holmes_ext.cluster.site import Site
-from holmes_ext.cluster.spec import SiteSpec, load_spec, short_name
+from holmes_ext.cluster.spec import SiteSpec, short_name
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options
-from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.model_file import load_model, on_clusters
-from holmes_ext.plan.decide import derive_traffic, with_loads, workload_of
-from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan, parse_plan
-from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.plan import parse_plan
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.grid import say
 from holmes_ext.runtime.groups.transport import node_environment
+from holmes_ext.runtime.planning import PlanMaker, PlanRequest
 from holmes_ext.runtime.sockets.deadline import within
 from holmes_ext.runtime.start import hostfile, launcher, preflight
 from holmes_ext.runtime.start.exchange import exchange
+from holmes_ext.runtime.start.left_layers import left_layers
 from holmes_ext.runtime.start.store import open_store
 from holmes_ext.words import some_of
 
@@ -50,84 +37,9 @@ _ERROR_SECONDS = 30.0
 _SILENT_SECONDS = 10.0
 
 
-@dataclass
-class Request:
-    """Before the others are heard. sizes, model: None where nothing tells them; overlap: reductions are under
-    the last backward, for predictions; digests: of the files; counted: nodes must start as many processes as
-    cluster.toml says."""
-
-    options: Options
-    sizes: Sizes | None = None
-    model: Model | None = None
-    overlap: bool = False
-    engine: EngineTraits = EngineTraits()
-    spec: SiteSpec | None = None
-    plan: Plan | None = None
-    digests: dict[str, str] = field(default_factory=dict)
-    counted: bool = True
-
-    def read_files(self) -> None:
-        """What the options name; HolmesError when a file cannot be used."""
-        given = self.options
-        if given.cluster:
-            self.spec = load_spec(given.cluster)
-        if given.plan:
-            self.plan = load_plan(given.plan)
-        if given.model:
-            self.model = load_model(given.model)
-        if self.model is not None and self.spec is not None:
-            self.model = on_clusters(self.model, self.spec)
-        for key, path in (("cluster", given.cluster), ("plan", given.plan), ("model", given.model)):
-            content = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
-            self.digests[f"content of {key} file"] = content
-
-    def planned(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
-        """On the nodes that reported: the given plan with the ports that they have, or one made for them."""
-        options, model, engine = self.options, self.model, self.engine
-        spec = part_of(self.spec, nodes) if self.spec is not None else None
-        site = resolve_site(nodes, spec, options.fallback == "ethernet", self.counted)
-        links = Links.of_spec(spec) if spec is not None else Links()
-        sizes = self.sizes.complete(site.world_size, site.processes) if self.sizes is not None else None
-        if self.plan is not None:
-            plan = check_plan(self.plan, site)
-            self._compare(plan, sizes)
-            workload = workload_of(model, plan.sizes)
-            basis = model.source if model and workload else NOMINAL
-            plan = derive_traffic(plan, site, options, links, workload, basis, engine)
-            return site, with_loads(plan, options, model, engine)
-        if options.model or options.needs_model:
-            shape: dict[str, Any] = {"partition": options.partition, "model": model, "overlap": self.overlap}
-        else:
-            # a model from the command line is good for decisions; whether it fits is the program's to say
-            workload = workload_of(model, sizes)
-            shape = {"workload": workload, "basis": model.source if model and workload else NOMINAL}
-        if options.stage_layers:
-            shape |= {"partition": "uniform", "stage_layers": options.stage_layers}
-        plan = build_plan(site, sizes, links=links, options=options, engine=engine, **shape)
-        return site, with_loads(plan, options, model, engine)
-
-    def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """With the layers that the start before left, and a line about it; "": it left nothing."""
-        if not layers:
-            return self.options, []
-        self.options, self.sizes = replace(self.options, partition=layers), self.sizes or sizes
-        return self.options, [f"--holmes-restart auto: started again with --holmes-partition {layers}"]
-
-    def _compare(self, plan: Plan, sizes: Sizes | None) -> None:
-        """HolmesError when the plan was made for something else than the command line asks for."""
-        options = self.options
-        if sizes is not None and plan.sizes is not None and sizes != plan.sizes:
-            raise HolmesError(
-                f"{plan.source}: key 'sizes' is {say(plan.sizes)}, but the job runs {say(sizes)}")
-        wanted = "explicit" if options.stage_layers else options.partition
-        other = wanted != plan.partition or options.stage_layers not in ((), plan.stage_layers)
-        if "partition" in options.given and other:
-            wanted = f"but --holmes-partition asks for {options.partition!r}"
-            raise HolmesError(f"{plan.source}: key 'partition' is {plan.partition!r}, {wanted}")
-
-
 def start(
-    request: Request,
+    request: PlanRequest,
+    maker: PlanMaker,
     process: launcher.Process,
     agreed: dict[str, Any],
     failure: HolmesError | None = None,
@@ -140,7 +52,7 @@ def start(
     report = _own_report(request, process, agreed, failure, environ)
 
     def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
-        site, plan = request.planned(nodes)
+        site, plan = request.make_plan(nodes)
         forced = {n.nccl.forced_net: f"{n.nccl.forced_in} of node {n.name}" for n in nodes
                   if n.nccl.forced_net}
         remarks = [*_left_out(request.spec, site), *_down(nodes, site), *nccl_remarks(site, nodes)]
@@ -159,8 +71,8 @@ def start(
             if "error" in report:  # nobody to tell it to
                 raise HolmesError(report["error"]) from None
             raise
-        if options.restart == "auto":
-            options, again = request.start_again(*restart.left_layers(store))
+        if process.agent_store:  # it outlives a restart
+            options, again = request.start_again(*left_layers(store))
         limit = options.timeout_s + 15 + _SILENT_SECONDS
         decision = within(limit, silent, exchange, store, process, report, decide, options.timeout_s)
         prefix, verdict = decision.round, decision.content()
@@ -169,7 +81,7 @@ def start(
     here = next(node.name for node in site.nodes if short_name(node.name) == short_name(report["node"]))
     if store is not None and options.preflight == "on":
         limit = preflight.FINDINGS_S + 10 + _SILENT_SECONDS
-        arguments = store, prefix, process, here, site, plan, options, request.engine
+        arguments = store, prefix, process, here, site, plan, options, request.engine, maker
         site, plan, said = within(limit, silent, preflight.run, *arguments)
         lines = [*lines, *said]
     rank = plan.nodes.index(here) * plan.processes + process.local_rank
@@ -178,7 +90,7 @@ def start(
     environ.update({name: str(rank) for name in launcher.RANK_VARIABLES if name in environ})
     current = session.Session(
         options, process, site, plan, rank, round=prefix, store=store, model=request.model,
-        engine=request.engine,
+        engine=request.engine, maker=maker,
     )
     current.forced_nets = verdict["forced_nets"]
     session.set_active(current)
@@ -186,7 +98,7 @@ def start(
 
 
 def _own_report(
-    request: Request,
+    request: PlanRequest,
     process: launcher.Process,
     agreed: dict[str, Any],
     failure: HolmesError | None,

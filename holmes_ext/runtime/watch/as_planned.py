@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from holmes_ext.plan.traffic import SOCKETS
-from holmes_ext.runtime.groups.backend import network_api_of
-from holmes_ext.runtime.groups.kinds import kind_of
+from holmes_ext.runtime.backend import network_api_of
+from holmes_ext.runtime.group_kinds import kind_of
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.words import some_of, tell_user
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_of
+from holmes_ext.runtime.backend import backend_of
 from holmes_ext.runtime.sockets.deadline import within
 from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime.watch.nccl_errors import nccl_failures

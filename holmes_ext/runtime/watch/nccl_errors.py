@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from holmes_ext.runtime.groups.backend import group_ranks
+from holmes_ext.runtime.backend import group_ranks
 
 #: ID under which holmes registers its abort hook with each backend ("HOLM" in ASCII). It must differ from the
 #: IDs of torch's abort hooks.

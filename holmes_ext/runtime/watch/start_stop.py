@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.adapt import learning
 from holmes_ext.cluster.node_report import lab_scale
+from holmes_ext.runtime import hooks
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.optimizer_steps import StepCounter
 from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
@@ -48,8 +48,8 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
     limits = current.options.watchdog_limits if several else None
     lines: list[str] = []
     _Running.metrics, take = metrics, metrics.take if metrics is not None else lambda document: None
-    learns = several and learning.wanted(current)
-    if current.options.telemetry or limits is not None or metrics is not None or learns:
+    hooks.activate(current)
+    if current.options.telemetry or limits is not None or metrics is not None or hooks.follow_steps():
         recorder = telemetry.Recorder(current.rank, current.plan.sizes)
         if current.options.telemetry:
             lines = _start_telemetry(current, recorder, take)
@@ -67,13 +67,17 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
         compare_with_plan(current)
         nics.remember_counters(current)
         watch_nics(current.options.patience_s)
-    return lines
+    return lines + hooks.on_start(current)
 
 
-def stop() -> None:
-    """Switch off; what is recorded gets written, after a moment for the backend's threads."""
+def stop(reason: str = "training is over") -> None:
+    """Switch off; what is recorded gets written, after a moment for the backend's threads.
+
+    Args:
+        reason: Why, for the hooks of extensions.
+    """
     atexit.unregister(stop)
-    learning.stop()
+    hooks.deactivate(reason)
     unwatch_nics()
     recorder = telemetry.recorder
     telemetry.set_recorder(None)

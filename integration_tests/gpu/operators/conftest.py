@@ -38,7 +38,7 @@ def emulated_environment() -> dict[str, str]:
     built = build([recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch)], cache_folder())
     names = (f"libcudart.so.{torch.cuda[0]}", "libcuda.so.1", "libnvidia-ml.so.1")
     runtime = [built["runtime"] / name for name in names]
-    site = ROOT / "holmes_ext" / "lab" / "emulate" / "site"
+    site = ROOT / "lab" / "holmes_lab" / "site"
     return {**os.environ, MARK: "1", "LD_PRELOAD": " ".join(map(str, runtime)), "HOLMES_GPU_COUNT": "2",
             "HOLMES_GPU_OPERATORS": str(built["operators"] / "libholmes_operators.so"),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))}

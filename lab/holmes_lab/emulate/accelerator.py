@@ -45,7 +45,7 @@ MARKER = "HOLMES_LAB_EMULATED"
 #: The module whose WeightGradients computes a micro-batch's gradients of weights when the plan says so.
 WEIGHTS = "holmes_ext.runtime.reduce.weight_gradients"
 #: On PYTHONPATH where something is emulated inside the ranks.
-SITE = str(Path(__file__).parent / "site")
+SITE = str(Path(__file__).parents[1] / "site")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _tell_listeners(kind: str, start: float, end: float) -> None:
 
 
 def install_when_imported(text: str) -> None:
-    """Called by lab/emulate/site/sitecustomize.py: pace layers once the program imports torch."""
+    """Called by holmes_lab/site/sitecustomize.py: pace layers once the program imports torch."""
     pacer = Pacer(load(text))
     wrapt.register_post_import_hook(lambda module: _start(pacer, module.Module), "torch.nn.modules.module")
     wrapt.register_post_import_hook(lambda module: pacer.put_off(module.WeightGradients), WEIGHTS)

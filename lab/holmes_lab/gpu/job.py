@@ -1,7 +1,7 @@
 """The environment of the ranks of a job on emulated GPUs.
 
     LD_PRELOAD    the runtime and NCCL: before torch's own, which a path inside torch finds
-    PYTHONPATH    what loads the operators when a program imports torch (lab/emulate/site)
+    PYTHONPATH    what loads the operators when a program imports torch (holmes_lab/site)
     HOLMES_GPU_*  how many GPUs a node has, their memory, their clock; where the ranks tell what they do
     NCCL_*        what a person would set on such a cluster; what the user has set stays
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holmes_ext.patches.megatron.command_line.describe import CommandLine
-from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.search.space import divisors
+from holmes_ext.plan.sizes import Sizes, divisors
 
 
 def refusals(said: CommandLine, sizes: Sizes, world: int, partitioned: bool = False) -> Iterator[str]:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from holmes_ext.cluster.sources.hostlist import expand, folded
+from holmes_ext.cluster.sources.hostlist import expand, folded, runs
 from holmes_ext.errors import HolmesError
 
 
@@ -19,14 +19,21 @@ def test_what_slurm_writes(text, hosts):
     assert expand(text, "here") == hosts
 
 
-@pytest.mark.parametrize("text",
-                         ["a[", "a[3-1]", "a[1-99999999]", "a b", "a[x]", "a,,b", ",a", "a[]", "a]1["])
+@pytest.mark.parametrize(
+    "text", ["a[", "a[1-3x]", "a[1-" + "9" * 19 + "]", "a b", "a[x]", "a,,b", ",a", "a[]", "a]1["])
 def test_what_is_no_list(text):
     with pytest.raises(HolmesError, match=r"^SLURM_JOB_NODELIST: .* is not"):
         expand(text, "SLURM_JOB_NODELIST")
 
 
+def test_a_range_that_runs_backwards():
+    with pytest.raises(HolmesError, match=r"^here: range 3-1 in 'a\[0,3-1\]' runs backwards$"):
+        expand("a[0,3-1]", "here")
+
+
 def test_a_list_that_is_too_long_is_not_made():
+    with pytest.raises(HolmesError, match="range 1-99999999 in .* names more than 100000 hosts"):
+        expand("a[1-99999999]", "here")
     with pytest.raises(HolmesError, match="more than 100000 hosts"):
         expand("a[1-9999]b[1-9999]c[1-9999]", "here")
 
@@ -40,6 +47,11 @@ def test_a_list_that_is_too_long_is_not_made():
 ])  # fmt: skip
 def test_folded(hosts, text):
     assert folded(hosts) == text
+
+
+def test_a_list_of_texts_with_one_range_each():
+    assert runs(["a0", "a1", "a5", "n08", "n09", "n10"]) == ["a[0-1]", "a5", "n[08-10]"]
+    assert runs(["gpu1.lab", "gpu2.lab", "login"]) == ["gpu[1-2].lab", "login"] and runs([]) == []
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -221,13 +221,12 @@ def test_a_node_that_is_named_twice():
         clusters_of([])
 
 
-def test_what_lacks():
+def test_missing_values():
     found = [FoundCluster("a", ("a0",), 8, "ib"), FoundCluster("b", ("b0",), 8),
              FoundCluster("c", ("c0",), 8, "ethernet")]
-    full, lacking = completed(found, {"b": "roce"}, {"a": 10**9})
-    assert lacking == ["rate of cluster 'b'"] and full[0].rate_bps == 10**9 and full[1].kind == "roce"
-    assert completed(found, {}, {})[1] == ["kind of cluster 'b'", "rate of cluster 'a'",
-                                           "rate of cluster 'b'"]
+    full, missing = completed(found, {"b": "roce"}, {"a": 10**9})
+    assert missing == [("rate", "b")] and full[0].rate_bps == 10**9 and full[1].kind == "roce"
+    assert completed(found, {}, {}).missing == [("kind", "b"), ("rate", "a"), ("rate", "b")]
     with pytest.raises(HolmesError, match="no cluster 'x' was found; there are a, b, c"):
         completed(found, {"x": "ib"}, {})
     with pytest.raises(HolmesError, match="'wifi' is not one of"):

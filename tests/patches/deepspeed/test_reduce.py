@@ -5,9 +5,10 @@ from clusters import example
 
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
 
@@ -38,7 +39,7 @@ def overlapped(monkeypatch):
         options = Options(overlap=option)
         plan = build_plan(SITE, sizes, options=options)
         monkeypatch.setattr(
-            session, "_active", session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
+            session, "_active", session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker)
         )
         return deepspeed_reduce.overlap_of(engine) is not None
 
@@ -53,7 +54,8 @@ def test_a_reduction_that_would_be_waited_for_is_overlapped_by_default(overlappe
 
 def test_the_plan_decides_for_each_stage(overlapped, monkeypatch):
     monkeypatch.setattr(
-        session.Session, "stages", lambda current, sizes, backend: (Reduction(False, 1), Reduction(True, 1))
+        session.Session, "stages",
+        lambda current, sizes, backend: (ReductionSpec(False, 1), ReductionSpec(True, 1))
     )
     last = Engine()
     last.stage_id = 1

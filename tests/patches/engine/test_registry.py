@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options
+from holmes_ext.options import Options, options_from
 from holmes_ext.patches import Feature, Patch, Registry, disabled_features
 from holmes_ext.patches.engine.source import source_misfit
 
@@ -254,7 +254,7 @@ def test_a_binding_feature_must_fit_once_its_framework_is_imported(fw):
     registry = Registry([patch_of(fw, parameters=("nope",), **bound),
                          patch_of(fw, "comm:recv", "old", versions=f"{fw}>=2", **bound),
                          patch_of(fw, "pipe:forward", "other", version_of=lambda: None, **bound)])
-    registry.enable_asked_for(Options(join="east@host"))
+    registry.enable_asked_for(options_from(join="east@host"))
     with pytest.raises(HolmesError, match="feature f cannot be used: .* has no parameter nope"):
         load(fw, "comm")
     load(fw, "pipe")

@@ -11,8 +11,9 @@ from holmes_ext.patches.megatron.command_line.flags import DS_CONFIG, READ
 from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEARING_KEYS, NOT_READ, UNLESS
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.search.as_plan import given, shape_of
+from holmes_ext.planner.search.as_plan import given
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import timed
 from holmes_ext.planner.search.stock import causes, stock_like

@@ -22,6 +22,7 @@ from holmes_ext.options import Options
 from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron import drop_in
 from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.session import Session
@@ -39,7 +40,7 @@ DEFAULTS = {
 
 def session(sizes=None, **changes):
     plan = replace(build_plan(SITE, sizes), **changes)
-    return Session(Options(), Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
+    return Session(Options(), Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker)
 
 
 def asked(**changes):

@@ -14,6 +14,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import flags, megatron_lm
 from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -30,7 +31,7 @@ def active(monkeypatch):
     def activate(overlap="auto", **changes):
         options = Options(cluster="two.toml", overlap=overlap)
         plan = replace(build_plan(SITE, Sizes(pipeline=2), options=options), **changes)
-        current = session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0)
+        current = session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker)
         session.set_active(current)
         return current
 

@@ -12,6 +12,7 @@ import random_sites
 
 from holmes_ext.options import Options
 from holmes_ext.patches.megatron import p2p
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import groups
 from holmes_ext.runtime import session
@@ -50,7 +51,7 @@ def used(monkeypatch):
 
     def used(site, plan, rank, ranks, ring, edges=False):
         now.rank, now.ring, now.edges = rank, ring, edges
-        session._active = Session(Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank)
+        session._active = Session(Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank, maker=maker)
         group, over = Group(ranks, rank), []
 
         def framework(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holmes_ext.options import Options
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import ddp as ddp_patches
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
@@ -87,7 +88,7 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
     reducer = ddp_patches._reducers.get(wrapped)  # holmes's reducer of gradients; None without holmes
     if reducer is not None:
         # Only an all-reduce in two levels (inside clusters, then between them) counts its bytes.
-        sent_across_mb = getattr(reducer.all_reduce, "bytes_across", 0) / 1e6
+        sent_across_mb = getattr(reducer.reduction, "bytes_across", 0) / 1e6
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     hook_name = wrapped._get_ddp_logging_data().get("comm_hook", "")
     return weights, sent_across_mb, hook_name
@@ -98,7 +99,7 @@ def start(rank, *clusters, **options):
     current = session.Session(
         Options(**options), Process(rank, 4, 0, 1, "", 0, "test"), here,
         build_plan(here, options=Options(**options)),
-        rank)
+        rank, maker=maker)
     session.set_active(current)
     registry().enable(["ddp"], required=True)
 
@@ -290,7 +291,7 @@ def int8(rank, with_fp16_hook):
     six_errors = errors_of_steps[1:]
     reducer = ddp_patches._reducers[wrapped]  # holmes's reducer of gradients
     # For each bucket: the rounding errors of a step, which the next step adds to its gradient.
-    residuals = reducer.all_reduce._residuals._of
+    residuals = reducer.reduction._residuals._of
     return Int8Errors(
         of_one_step=six_errors[0].abs().max().item(),
         of_sum_of_six_steps=sum(six_errors).abs().max().item(),
@@ -358,7 +359,7 @@ class Recording:
     def div_(self, divisor):
         return self.note(f"divide by {divisor}", self)
 
-    def __call__(self, flat):
+    def all_reduce(self, flat):
         return self.note("launch", self)
 
     def wait(self):
@@ -377,7 +378,7 @@ def recorded_reducer(monkeypatch):
     bucket = Recording(monkeypatch)
     ddp = nn.Module()
     ddp.process_group = SimpleNamespace(size=lambda: 4)
-    return bucket, ddp_patches.BucketReducer(ddp, all_reduce=bucket), ddp
+    return bucket, ddp_patches.BucketReducer(ddp, reduction=bucket), ddp
 
 
 def test_on_a_gpu_a_side_stream_waits_for_the_sum_and_completes_the_future(monkeypatch):

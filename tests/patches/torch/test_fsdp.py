@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from holmes_ext.options import Options
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import fsdp as fsdp_patches
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
@@ -49,7 +50,7 @@ def model():
 def start(rank, *clusters, world=4, **options):
     here, chosen = site(*clusters), Options(**options)
     current = session.Session(chosen, Process(rank, world, 0, 1, "", 0, "test"), here,
-                              build_plan(here, options=chosen), rank)
+                              build_plan(here, options=chosen), rank, maker=maker)
     session.set_active(current)
     registry().enable(["fsdp"], required=True)
     sys.stderr = io.StringIO()

@@ -23,6 +23,7 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.torch import ddp as ddp_patches
 from holmes_ext.patches.torch import passes as passes_patches
 from holmes_ext.patches.torch import pipelining
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.passes import PassOrder
 from holmes_ext.plan.sizes import parse_sizes
@@ -52,7 +53,7 @@ def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
         options = Options()
     process = Process(rank, 4, 0, 1, "", 0, "test")  # rank and world size; local rank and local world size
     plan = build_plan(cluster_site, planned_sizes)
-    current = session.Session(options, process, cluster_site, plan, rank)
+    current = session.Session(options, process, cluster_site, plan, rank, maker=maker)
     session.set_active(current)
     registry().enable(list(features), required=True)
     try:

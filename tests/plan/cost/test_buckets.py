@@ -3,7 +3,7 @@
 import pytest
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.buckets import bucket_bytes, cut
+from holmes_ext.plan.buckets import bucket_bytes, cut
 
 
 def fabric(rate, latency):

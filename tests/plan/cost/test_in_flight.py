@@ -12,10 +12,10 @@ from holmes_ext.plan.cost.pipeline import (
     both_ways,
     formula_ends,
     in_flight,
-    passes,
     quickest_in_flight,
     walked_ends,
 )
+from holmes_ext.plan.passes import passes
 
 
 def walk(orders, forward, backward, transfer):

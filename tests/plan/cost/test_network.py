@@ -3,8 +3,8 @@
 import pytest
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.plan.buckets import chunks_of
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.reductions.two_levels import chunks_of
 from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.sizes import Sizes
 

@@ -7,8 +7,8 @@ from prices import step_seconds
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.network import stock_fabric
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.workload import Workload
 
 
 def site(p=1):

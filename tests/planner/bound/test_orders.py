@@ -16,9 +16,9 @@ from layer_splits import some_splits
 from selection import some
 
 from holmes_ext.cluster.wan import Between, Uplink, Wan
+from holmes_ext.plan.arrange.orders import Orders
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.placement.orders import Orders
 from holmes_ext.plan.rules import Rules
 from holmes_ext.planner.bound.crossing import FAIR, SharedHop, blocks_at_most
 from holmes_ext.planner.bound.orders import OrderBounds

@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from holmes_ext.plan.placement.spread import mixed, spread
+from holmes_ext.plan.arrange.spread import mixed, spread
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.spreading import laid
 

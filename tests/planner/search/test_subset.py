@@ -23,8 +23,9 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.model_file import on_clusters
 from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.nodes import ideal
-from holmes_ext.planner.search.space import Limits, Shape
+from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.search.subset import Priced, best_subset
 from holmes_ext.planner.show.subset import AvailableNodes, floor, in_closed_form
 

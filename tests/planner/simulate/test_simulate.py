@@ -16,9 +16,9 @@ from holmes_ext.patches.torch.features import DDP, LOOP
 from holmes_ext.plan.cost.links import Curve, Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
-from holmes_ext.plan.cost.pipeline import passes
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.engine import AWAITED
+from holmes_ext.plan.passes import passes
 from holmes_ext.plan.placement import fold as folds
 from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.sizes import Sizes

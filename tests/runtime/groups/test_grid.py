@@ -10,6 +10,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed import p2p as deepspeed_p2p
 from holmes_ext.patches.megatron.command_line.describe import sizes_from_arguments
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session as sessions
@@ -25,7 +26,7 @@ def session(sizes=None, given=(), nodes=None, site=SITE):
     plan = build_plan(site, sizes)
     plan = replace(plan, nodes=nodes) if nodes else plan
     return Session(Options(given=frozenset(given)), Process(0, plan.world_size, 0, 1, "", 0, "test"), site,
-                   plan, 0)
+                   plan, 0, maker=maker)
 
 
 IN_TURN = {"nodes": ("a0", "b0", "a1", "b1")}

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.pipeline import passes
+from holmes_ext.plan.passes import passes
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 from holmes_ext.runtime.watch import failure

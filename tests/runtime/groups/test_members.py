@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import TIMEOUT_S, run_ranks
 
-from holmes_ext.runtime.groups.backend import timeout_of
+from holmes_ext.runtime.backend import timeout_of
 from holmes_ext.runtime.groups.mailbox import of_pairs
 from holmes_ext.runtime.groups.members import members_group, pair_group
 from holmes_ext.runtime.reduce.direct import DirectExchange

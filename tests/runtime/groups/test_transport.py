@@ -7,6 +7,7 @@ from holmes_ext.cluster.nccl import file_settings
 from holmes_ext.cluster.site import Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime.groups.transport import (
@@ -35,7 +36,7 @@ def transport(of, node, *ranks, backend="nccl"):
     """Of a group of `ranks`, as the rank on `node` sees it."""
     plan = derive_traffic(Plan(of.digest, tuple(n.name for n in of.nodes), 1), of)
     rank = plan.nodes.index(node)
-    return Session(Options(), Process(rank, plan.world_size, 0, 1, "", 0, "test"), of, plan, rank).transport(
+    return Session(Options(), Process(rank, plan.world_size, 0, 1, "", 0, "test"), of, plan, rank, maker=maker).transport(
         ranks, backend
     )
 

@@ -15,7 +15,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.runtime.measure import probe
 
 TEXT = """# ours, do not lose this comment
-version = 1
+version = 2
 
 [ethernet]
 rate = "250Mb/s"   # and this one
@@ -53,7 +53,7 @@ def test_a_table_that_only_looks_like_one_is_not_lost():
     tricky = 'name = """\n[link.a]\nstay\n"""\n' + TEXT
     with pytest.raises(HolmesError, match="safely"):
         merge(tricky, LINKS, "c.toml")
-    inline = TEXT.replace("version = 1", 'version = 1\nlink.a.send = [[1, 1], [2, 2]]')
+    inline = TEXT.replace("version = 2", 'version = 2\nlink.a.send = [[1, 1], [2, 2]]')
     with pytest.raises(HolmesError, match="safely"):
         merge(inline, LINKS, "c.toml")
 

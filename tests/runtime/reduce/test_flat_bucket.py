@@ -1,4 +1,4 @@
-"""How the running job puts gradients into buckets: plan/cost/buckets.py's cut, by dtype and device."""
+"""How the running job puts gradients into buckets: plan/buckets.py's cut, by dtype and device."""
 
 import torch
 

@@ -23,12 +23,12 @@ def reduced(rank, spans, members):
     if rank not in members:
         ranks.all_are_here(rank, dist.get_world_size())
         return None
-    reduce, works = ReduceToOwners(group), []
+    reduction, works = ReduceToOwners(group), []
     for number, some in enumerate((spans, spans[::-1], spans)):  # all under way at once
         flat = torch.randn(
             sum(elements for elements, _ in some), generator=seeded(10 * rank + number)
         )
-        works.append((flat, flat.double(), some, reduce(flat, some)))
+        works.append((flat, flat.double(), some, reduction.reduce(flat, some)))
     worst = 0.0
     for flat, wanted, some, work in works:
         work.wait()
@@ -41,7 +41,7 @@ def reduced(rank, spans, members):
                     (flat[place : place + elements] - wanted[place : place + elements]).abs().max().item()
                 )
             place += elements
-    reduce.close()
+    reduction.close()
     ranks.all_are_here(rank, dist.get_world_size())
     return worst
 

@@ -10,7 +10,7 @@ from carriers import gloo_only
 from ranks import run_ranks, seeded
 
 from holmes_ext.cluster.wan import Between, Uplink, Wan
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm, neighbours, ways_across
+from holmes_ext.plan.across import CrossClusterAlgorithm, neighbours, ways_across
 from holmes_ext.runtime.reduce.relay import rounds
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
@@ -85,11 +85,11 @@ def relayed(rank, clusters, ways, numels, streams=1):
     names, worst, same = list("abcdefg")[: len(clusters)], 0.0, True
     for across in ways:
         small = dict(chunk_bytes=256) if streams == 1 else {}
-        all_reduce = TwoLevelAllReduce(clusters, across=across, names=names, streams=streams, **small)
+        reduction = TwoLevelAllReduce(clusters, across=across, names=names, streams=streams, **small)
         works = []
         for number, numel in enumerate(numels):  # all under way at once
             x = torch.randn(numel, generator=seeded(100 * rank + number))
-            works.append((x, x.clone(), all_reduce(x)))
+            works.append((x, x.clone(), reduction.all_reduce(x)))
         for x, wanted, work in works:
             work.wait()
             dist.all_reduce(wanted)
@@ -97,7 +97,7 @@ def relayed(rank, clusters, ways, numels, streams=1):
             copies = [torch.empty_like(x) for _ in range(dist.get_world_size())]
             dist.all_gather(copies, x)
             same = same and all(torch.equal(copies[0], copy) for copy in copies)
-        all_reduce.close()
+        reduction.close()
     return worst, same
 
 

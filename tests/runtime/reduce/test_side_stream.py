@@ -2,14 +2,14 @@
 GPUs."""
 
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from holmes_ext.plan.cost.buckets import BUCKETS_IN_FLIGHT
+from holmes_ext.plan.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime.reduce import reducer
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Item
+from holmes_ext.runtime.reduce.reduction import CallersReduction
 from holmes_ext.runtime.reduce.side_stream import SideStream
 
 
@@ -90,12 +90,9 @@ def reducer_on(gpu, count, dtype=None):
         _parameters=parameters, group=None, ranks=(0,), _predivide=1.0, _average=True,
         _gradient=lambda p: p.grad,
         _items=[Item.of(str(n), p, dtype) for n, p in enumerate(parameters)], fabric=None,
-        _sum=SimpleNamespace(
-            all_reduce=lambda flat: gpu.log.append(("reduce", gpu.current)) or Done(), two_level=None,
-            reduction=None, group=None, count=1, follow=lambda: False, step=lambda: None,
-            note=lambda *given, **named: None),
-        _all_owners=None, _to_owners=None, bucket_bytes=32, _deferred=[], _step=0, _expected=[1] * count,
-        _seen=[], _side=SideStream(), times=None,
+        _callers=CallersReduction(lambda flat: gpu.log.append(("reduce", gpu.current)) or Done()),
+        _planned=None, _owners=None, _to_owners=None, bucket_bytes=32, _deferred=[], _step=0,
+        _expected=[1] * count, _seen=[], _side=SideStream(), times=None,
     )  # fmt: skip
     for parameter in parameters:
         parameter.grad = torch.ones(4)
@@ -128,14 +125,14 @@ def test_no_more_buckets_have_memory_than_the_plan_counts(monkeypatch, dtype):
     made = reducer_on(gpu, 20, dtype)
     made.bucket_bytes = 1  # each parameter its own
     made._build(range(20))
-    reduced = made._sum.all_reduce
+    reduced = made._reduction.all_reduce
 
-    def count(flat):
+    def count(flat, bucket):
         nonlocal most
         most = max(most, sum(bucket._flat is not None for bucket in made._buckets))
-        return reduced(flat)
+        return reduced(flat, bucket)
 
-    made._sum.all_reduce = count
+    made._reduction.all_reduce = count
     made.arm()
     for index, parameter in enumerate(made._parameters):
         made._gradient_arrived(index, parameter)

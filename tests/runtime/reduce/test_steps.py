@@ -17,11 +17,11 @@ rank, kind, error = int(sys.argv[1]), sys.argv[3], sys.argv[4]
 limit = datetime.timedelta(seconds=60)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=limit)
 if kind == "owners":
-    reduce = ReduceToOwners(dist.group.WORLD)
-    start = lambda: reduce(torch.ones(10), [(5, 0), (5, 1)])
+    reduction = ReduceToOwners(dist.group.WORLD)
+    start = lambda: reduction.reduce(torch.ones(10), [(5, 0), (5, 1)])
 else:
-    all_reduce = TwoLevelAllReduce([[0], [1]])
-    start = lambda: all_reduce(torch.ones(10))
+    reduction = TwoLevelAllReduce([[0], [1]])
+    start = lambda: reduction.all_reduce(torch.ones(10))
 if rank == 1:
     time.sleep(1)
 work = start()

@@ -9,6 +9,7 @@ from clusters import site
 from ranks import run_ranks, seeded
 
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import NETWORK_APIS
@@ -35,7 +36,7 @@ def trained(rank, changes, arms):
     plan = build_plan(where, Sizes(), options=options)
     (reduction,) = plan.traffic_of("sockets").reductions
     reduction = replace(reduction, two_level_from=0, chunk_bytes=4096, bucket_bytes=1024)
-    current = session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), where, plan, rank)
+    current = session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), where, plan, rank, maker=maker)
     session.set_active(current)
 
     def adopt(new):

@@ -8,6 +8,7 @@ from clusters import example
 from ranks import run_ranks
 
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -31,13 +32,13 @@ def summed(rank):
     without = tied_sum_of(group, sizes, DEVICE)
     site = example()
     plan = build_plan(site, sizes)
-    session.set_active(Session(Options(), Process(rank, 4, 0, 1, "", 0, ""), site, plan, rank))
+    session.set_active(Session(Options(), Process(rank, 4, 0, 1, "", 0, ""), site, plan, rank, maker=maker))
     made.clear()
     tied_sum = tied_sum_of(group, sizes, DEVICE)
     local = own(rank).to(DEVICE)
     assert tied_sum.takes(local) and not tied_sum.takes(local.t())
     tied_sum(local, tied_sum.twins)
-    crossed = 0 if ON_GPUS else tied_sum.bytes_across
+    crossed = 0 if ON_GPUS else tied_sum.reduction.bytes_across
     shard = own(rank).view(-1).to(DEVICE)
     shard[: 300 if rank % 2 else 0] = 0  # rank 0 of a stage owns the first 300 elements, rank 1 the others
     shard[SIZE if rank % 2 else 300 :] = 0

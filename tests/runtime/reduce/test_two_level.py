@@ -53,12 +53,12 @@ def test_prediction_prefers_two_levels_where_the_link_is_slow_and_clusters_are_l
 
 
 def against_flat(rank, clusters, numels, chunk_bytes, dtype):
-    all_reduce = TwoLevelAllReduce(clusters, chunk_bytes=chunk_bytes)
+    reduction = TwoLevelAllReduce(clusters, chunk_bytes=chunk_bytes)
     worst, same = 0.0, True
     works = []
     for number, numel in enumerate(numels):  # all under way at once
         x = torch.randn(numel, generator=seeded(100 * rank + number)).to(dtype)
-        works.append((x, x.clone(), all_reduce(x)))
+        works.append((x, x.clone(), reduction.all_reduce(x)))
     for x, wanted, work in works:
         work.wait()
         dist.all_reduce(wanted)
@@ -66,7 +66,7 @@ def against_flat(rank, clusters, numels, chunk_bytes, dtype):
         everywhere = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, x)
         same &= all(torch.equal(x, other) for other in everywhere)
-    all_reduce.close()
+    reduction.close()
     return worst, same
 
 
@@ -88,13 +88,13 @@ def test_integers_in_float64_are_exact():
 
 
 def collectives(rank, clusters, numels):
-    all_reduce = TwoLevelCollectives(clusters, chunk_bytes=512)
+    reduction = TwoLevelCollectives(clusters, chunk_bytes=512)
     worst = 0.0
     for number, numel in enumerate(numels):
         x = torch.randn(numel, generator=seeded(100 * rank + number))
         wanted = x.clone()
         dist.all_reduce(wanted)
-        all_reduce(x).wait()
+        reduction.all_reduce(x).wait()
         worst = max(worst, (x - wanted).abs().max().item())
     return worst
 
@@ -105,20 +105,20 @@ def test_collectives_of_nccl_s_kind_give_the_same_sum(clusters):
 
 
 def exact(rank):
-    all_reduce = KIND([[0, 1], [2, 3]], chunk_bytes=256)
+    reduction = KIND([[0, 1], [2, 3]], chunk_bytes=256)
     x = torch.arange(1000, dtype=torch.float64) * (rank + 1)
-    all_reduce(x).wait()
-    all_reduce.close()
+    reduction.all_reduce(x).wait()
+    reduction.close()
     return (x - torch.arange(1000, dtype=torch.float64) * 10).abs().max().item(), True
 
 
 def lengths(rank):
-    all_reduce, found = TwoLevelAllReduce([[0], [1]], chunk_bytes=400), []
-    steps = all_reduce._steps
-    all_reduce._steps = lambda parts: found.append([len(part) for part, _ in parts]) or steps(parts)
+    reduction, found = TwoLevelAllReduce([[0], [1]], chunk_bytes=400), []
+    steps = reduction._steps
+    reduction._steps = lambda parts: found.append([len(part) for part, _ in parts]) or steps(parts)
     for numel in (0, 90, 199, 250):
-        all_reduce(torch.ones(numel)).wait()
-    all_reduce.close()
+        reduction.all_reduce(torch.ones(numel)).wait()
+    reduction.close()
     return found
 
 
@@ -131,8 +131,8 @@ def test_chunks_are_alike_and_none_is_a_small_rest():
 def under_a_reducer(rank):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-    all_reduce = KIND([[0, 1], [2, 3]], chunk_bytes=1024)
-    reducer = GradientReducer(model.named_parameters(), bucket_bytes=5000, all_reduce=all_reduce)
+    reduction = KIND([[0, 1], [2, 3]], chunk_bytes=1024)
+    reducer = GradientReducer(model.named_parameters(), bucket_bytes=5000, all_reduce=reduction.all_reduce)
     for _ in range(3):
         model.zero_grad()
         with reducer.overlapped():
@@ -153,9 +153,9 @@ def test_a_reducer_can_use_it():
 
 
 def dies(rank):
-    all_reduce = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
+    reduction = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
     model = torch.nn.Linear(32, 32)
-    reducer = GradientReducer(model.named_parameters(), all_reduce=all_reduce, bucket_bytes=1024)
+    reducer = GradientReducer(model.named_parameters(), all_reduce=reduction.all_reduce, bucket_bytes=1024)
     ranks.all_are_here(rank, 4)
     if rank == 3:
         os._exit(0)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from prices import sums_on_site
 
 from holmes_ext.cluster.site import Fabric, Node, Port, Site
-from holmes_ext.plan.cost.reductions.two_levels import NCCL_CHUNK_BYTES, chunk_bytes
+from holmes_ext.plan.buckets import NCCL_CHUNK_BYTES, chunk_bytes
 from holmes_ext.runtime.reduce import two_level_nccl
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
@@ -106,9 +106,9 @@ COST = {"reduce_scatter_tensor": INSIDE_S / 2, "all_gather_into_tensor": INSIDE_
 @pytest.mark.parametrize("as_buckets", [False, True], ids=["one tensor", "a bucket a chunk"])
 def test_the_slower_level_is_always_busy(recorded, as_buckets):
     """The reducer's buckets are one chunk each; DeepSpeed's are many."""
-    count, all_reduce = 20, TwoLevelCollectives(CLUSTERS, chunk_bytes=4096)
+    count, reduction = 20, TwoLevelCollectives(CLUSTERS, chunk_bytes=4096)
     for tensor in [flat(1024) for _ in range(count)] if as_buckets else [flat(1024 * count)]:
-        all_reduce(tensor).wait()
+        reduction.all_reduce(tensor).wait()
         if as_buckets:  # finish() waits later
             recorded.log.pop()
     assert len(recorded.events()) == 3 * count
@@ -125,7 +125,7 @@ def test_the_same_communicators_in_the_same_order_whatever_the_rank(recorded, mo
     for rank in range(4):
         recorded.log.clear()
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        TwoLevelCollectives(CLUSTERS, chunk_bytes=4096)(flat(5000))
+        TwoLevelCollectives(CLUSTERS, chunk_bytes=4096).all_reduce(flat(5000))
         launched[rank] = [(group, operation) for _, _, group, operation in recorded.events()]
     for group in {group for found in launched.values() for group, _ in found}:
         of_group = [[op for at, op in launched[rank] if at == group] for rank in group[1]]
@@ -133,16 +133,16 @@ def test_the_same_communicators_in_the_same_order_whatever_the_rank(recorded, mo
 
 
 def test_the_result_is_waited_for(recorded):
-    work = TwoLevelCollectives(CLUSTERS, chunk_bytes=4096)(flat(1000))
+    work = TwoLevelCollectives(CLUSTERS, chunk_bytes=4096).all_reduce(flat(1000))
     last = [entry for entry in recorded.log if entry[0] == "record"][-1]
     work.wait()
     assert last[1] == "stream 3" and recorded.log[-1] == ("wait", "compute", last[2])
 
 
 def test_what_is_left_over_is_padded_not_summed_by_everyone(recorded):
-    all_reduce = TwoLevelCollectives(CLUSTERS, chunk_bytes=4096)
+    reduction = TwoLevelCollectives(CLUSTERS, chunk_bytes=4096)
     OnGpu.used_on.clear()
-    all_reduce(flat(1025)).wait()
+    reduction.all_reduce(flat(1025)).wait()
     # its memory waits for all of them
     assert OnGpu.used_on == ["stream 1", "stream 2", "stream 3", "compute"]
     groups = {group for _, _, group, _ in recorded.events()}

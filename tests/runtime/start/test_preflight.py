@@ -15,7 +15,9 @@ from holmes_ext.cluster.tcp import TcpLimits
 from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.start import preflight
 from holmes_ext.runtime.start.launcher import Process
@@ -61,7 +63,7 @@ def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5
         host = site.nodes[rank // plan.processes].name
         try:
             arguments = Client(store), "holmes/1", process, host, site, plan
-            outcome[rank] = preflight.run(*arguments, Options(fallback=fallback))
+            outcome[rank] = preflight.run(*arguments, Options(fallback=fallback), EngineTraits(), maker)
         except HolmesError as error:
             outcome[rank] = error
 

@@ -10,6 +10,8 @@ from sysfs_builder import SCENES
 from holmes_ext.cluster import node_report as report_module
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
+from holmes_ext.plan.request import PlanRequest
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import rank as start
@@ -49,7 +51,7 @@ def start_all(monkeypatch, world, options, sizes=None, failures=None):
         environ = {"HOLMES_NODE": f"n{rank}", "RANK": str(rank), "SLURM_PROCID": str(rank)}
         process = Process(rank, world, 0, 1, "127.0.0.1", 29500, "test")
         try:
-            current, _ = start.start(start.Request(options, sizes), process, {}, (failures or {}).get(rank),
+            current, _ = start.start(PlanRequest(options, sizes), maker, process, {}, (failures or {}).get(rank),
                                      environ)
             outcome[rank] = (current, environ)
         except HolmesError as error:
@@ -110,7 +112,7 @@ def test_a_plan_of_other_sizes_than_the_jobs(monkeypatch, tmp_path, no_session):
 def test_one_process_without_a_launcher_keeps_its_environment(no_session):
     environ = {}
     current, _ = start.start(
-        start.Request(Options()), Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), {}, None, environ
+        PlanRequest(Options()), maker, Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), {}, None, environ
     )
     assert current.rank == 0 and "RANK" not in environ and session.active() is current
 
@@ -129,7 +131,7 @@ def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
     (tmp_path / "c.toml").write_text(text)
     environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x"}
     alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
-    _, lines = start.start(start.Request(Options(cluster=str(tmp_path / "c.toml"))), alone, {}, None, environ)
+    _, lines = start.start(PlanRequest(Options(cluster=str(tmp_path / "c.toml"))), maker, alone, {}, None, environ)
     said = f"but the rate of fabric 'a' is 3.2 Tb/s in {tmp_path}/c.toml"
     assert lines == [f"node x: mlx5_0:1 runs at 200 Gb/s, {said}; the plan counts on what the file says"]
 
@@ -144,7 +146,7 @@ def test_what_nccl_cannot_do_here_is_told_and_known_to_the_session(tmp_path, no_
     environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x",
                "NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}
     alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
-    current, (line,) = start.start(start.Request(Options(cluster=str(tmp_path / "c.toml"))), alone, {}, None,
+    current, (line,) = start.start(PlanRequest(Options(cluster=str(tmp_path / "c.toml"))), maker, alone, {}, None,
                                    environ)
     why = f"NCCL_IB_DISABLE=1 is set in {tmp_path / 'nccl.conf'}"
     assert line == f"node x: NCCL cannot use mlx5_0:1 for fabric 'a': {why}; its groups there go over sockets"

@@ -12,6 +12,7 @@ import pytest
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.patches.traits import ENGINES
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model_file import load_model
 from holmes_ext.plan.sizes import Sizes
@@ -39,7 +40,7 @@ def job():
         model = load_model("examples/models/gpt3_xl.toml") if sizes.pipeline > 1 else None
         plan = build_plan(site, sizes, model=model, options=asked, engine=traits)
         process = launcher.Process(rank, 8, 0, 1, "", 0, launcher.NONE)
-        current = Session(asked, process, site, plan, rank, engine=traits)
+        current = Session(asked, process, site, plan, rank, engine=traits, maker=maker)
         for kind, ranks in plan.groups():
             if rank in ranks:
                 current.groups.append(GroupRecord(kind, ranks, "gloo", current.transport(ranks, "gloo")))

@@ -9,6 +9,7 @@ from ranks import run_ranks
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
@@ -34,7 +35,7 @@ def activate(rank=0):
     site = Site(tuple(node(number, "ib" if number < 3 else "roce") for number in (1, 2, 3, 4)), FABRICS)
     plan = Plan(site.digest, ("n3", "n1", "n4", "n2"), 1)  # the node of each rank
     process = Process(rank, 4, 0, 1, "127.0.0.1", 29500, "torchrun")
-    session.set_active(session.Session(Options(), process, site, plan, rank))
+    session.set_active(session.Session(Options(), process, site, plan, rank, maker=maker))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import torch
 from holmes_ext.cluster.site import Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
@@ -41,7 +42,7 @@ def job():
 
     def begin(place):
         options = Options(metrics=str(place))
-        current = session.Session(options, ALONE, SITE, Plan(SITE.digest, ("a0",), 1), 0)
+        current = session.Session(options, ALONE, SITE, Plan(SITE.digest, ("a0",), 1), 0, maker=maker)
         session.set_active(current)
         return start_stop.start(current, open_metrics(options, ALONE))
 

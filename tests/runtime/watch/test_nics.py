@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.transport import Transport
@@ -36,7 +37,7 @@ def current(monkeypatch):
     site = Site((node("b0", 1), node("b1", 2)), FABRICS)
     made = session.Session(
         Options(), Process(1, 2, 0, 1, "127.0.0.1", 29500, "test"), site, Plan(site.digest, ("b0", "b1"), 1),
-        1
+        1, maker=maker
     )
     made.groups.append(GroupRecord("dp", (0, 1), "gloo", Transport("roce", "roce", "lo", "IB")))
     monkeypatch.setattr(session, "_active", made)

@@ -3,6 +3,7 @@ import torch
 
 from holmes_ext.cluster.site import Fabric, Node, Port, Site
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.plan import Plan
 from holmes_ext.report.files import load
 from holmes_ext.runtime.measure import telemetry
@@ -20,7 +21,7 @@ def begin():
 
     def call(**options):
         process = launcher.Process(0, 1, 0, 1, "127.0.0.1", 0, launcher.NONE)
-        return start_stop.start(Session(Options(**options), process, SITE, Plan(SITE.digest, ("a0",), 1), 0))
+        return start_stop.start(Session(Options(**options), process, SITE, Plan(SITE.digest, ("a0",), 1), 0, maker=maker))
 
     yield call
     start_stop.stop()

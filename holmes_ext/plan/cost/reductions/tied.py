@@ -14,7 +14,6 @@ from holmes_ext.plan.cost.reductions.reduction import PricedReduction
 from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
 from holmes_ext.plan.placement.families import GroupFamily
 from holmes_ext.plan.placement.fold import Fold
-from holmes_ext.plan.sizes import Sizes, groups
 
 
 def twins(fold: Fold) -> Iterator[GroupFamily]:
@@ -45,8 +44,3 @@ def in_two_levels(
     return two_levels(network, both, size, direct, groups, "off", inside_bps, spread=False)
 
 
-def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
-    """Ranks with the same part of such a weight: of the first and of the last stage in turn."""
-    group_of = {rank: group for group in groups(sizes, "data") for rank in group}
-    ends = {(group_of[ranks[0]], group_of[ranks[-1]]) for ranks in groups(sizes, "pipeline")}
-    return [tuple(rank for pair in zip(first, last) for rank in pair) for first, last in sorted(ends)]

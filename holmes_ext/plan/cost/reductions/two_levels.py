@@ -16,34 +16,20 @@ from functools import cached_property
 from math import ceil
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.cost.across import CrossClusterAlgorithm, Pair, ways_across
+from holmes_ext.plan.across import CrossClusterAlgorithm, Pair, ways_across
+from holmes_ext.plan.buckets import chunk_bytes, chunks_of
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
 from holmes_ext.plan.cost.reductions.reduction import Flow, PricedReduction, Tag
 from holmes_ext.plan.placement.families import GroupFamily, GroupPart
 
-#: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
-CHUNK_SHARE_BYTES = 512 * 2**10
-#: NCCL's collectives need some MiB to reach a network's rate, and more only fills the pipeline later.
-NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
 #: Below this, there and back, chunks are not made larger to outlast latency: other costs are as long.
 HIDDEN_LATENCY_S = 5e-4
 #: What another route across must take at most of the direct one's time.
 WORTH = 0.95
-#: Bytes on the wire for each byte of gradients that crosses (runtime/reduce/compress.py).
+#: Bytes on the wire for each byte of gradients that crosses (runtime/compress.py).
 SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
 #: Streams of two ranks at most; the part of a link that they are to fill, as measuring one is not exact.
 MOST_STREAMS, STREAM_SHARE = 8, 0.8
-
-
-def chunk_bytes(ranks: int, direct: bool) -> int:
-    """Of a chunk; ranks: of the group in the smallest cluster."""
-    size, (least, most) = CHUNK_SHARE_BYTES * ranks, NCCL_CHUNK_BYTES
-    return size if direct else min(max(size, least), most)
-
-
-def chunks_of(size: float, chunk_bytes: float) -> int:
-    """Of a sum of `size` bytes, all alike: what is left beside whole ones costs nearly as much as one."""
-    return max(1, int(size // chunk_bytes))
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from clusters import example
 from ranks import run_ranks
 
 from holmes_ext.options import Options
+from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.backend import backend_named, backend_of, backends, network_api_of
-from holmes_ext.runtime.reduce import straddling
+from holmes_ext.runtime.backend import backend_named, backend_of, backends, network_api_of
+from holmes_ext.runtime.reduce.planned import PlannedReduction
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.start.launcher import Process
 
@@ -61,9 +62,8 @@ def unnamed(rank):
     dist.init_process_group(store=dist.PrefixStore("unnamed", store), rank=rank, world_size=4)
     site = example()
     session.set_active(session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site,
-                                       build_plan(site), rank))
-    way = straddling.planned(dist.group.WORLD)
-    made = straddling.two_level_for(dist.group.WORLD, 2**20, way)
+                                       build_plan(site), rank, maker=maker))
+    made = PlannedReduction(dist.group.WORLD, 2**20, "cpu").reduction
     session.set_active(None)
     return str(dist.get_backend()), backend_of(), backend_of(dist.new_group([0, 1, 2, 3])), type(
         made).__name__

@@ -15,7 +15,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from holmes_ext.runtime.groups.backend_table import BackendTraits, traits_of
+from holmes_ext.runtime.backend_table import BackendTraits, traits_of
 
 
 def backend_of(group: Any = None, device_type: str = "") -> str:

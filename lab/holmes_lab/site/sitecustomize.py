@@ -9,7 +9,7 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 _path = list(sys.path)
 # The folder of holmes_lab, and the one above it: in a clone holmes_ext lies there, beside lab/.
-sys.path += [os.path.abspath(os.path.join(_here, *[os.pardir] * count)) for count in (3, 4)]
+sys.path += [os.path.abspath(os.path.join(_here, *[os.pardir] * count)) for count in (2, 3)]
 try:
     if "HOLMES_GPU_OPERATORS" in os.environ:
         from holmes_lab.gpu import operators

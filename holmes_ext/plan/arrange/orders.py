@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
-from holmes_ext.plan.cost.across import best_order
+from holmes_ext.plan.across import best_order
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.placement.placement import Placement, joined

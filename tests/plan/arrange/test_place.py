@@ -9,18 +9,18 @@ from clusters import example
 
 from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.arrange import place as placing
+from holmes_ext.plan.arrange.pack import pack
+from holmes_ext.plan.arrange.place import distinct_orders, fastest_first, order_count
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.stages import estimate
-from holmes_ext.plan.cost.workload import Workload
 from holmes_ext.plan.decide import straddles_of
-from holmes_ext.plan.placement import place as placing
-from holmes_ext.plan.placement.pack import pack
-from holmes_ext.plan.placement.place import distinct_orders, fastest_first, order_count
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.sizes import Sizes, groups
+from holmes_ext.plan.workload import Workload
 
 RATES = (2e9, 1.6e9, 0.6e9, 2e9)
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "dp-tp-cp-ep-pp", "tp-pp-cp-ep-dp")

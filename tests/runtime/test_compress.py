@@ -13,10 +13,10 @@ from ranks import run_ranks, seeded
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.traffic import Reduction
+from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime import session
-from holmes_ext.runtime.reduce import straddling
-from holmes_ext.runtime.reduce.compress import BLOCK, PLAIN, Bf16, Int8, Residuals, codec, residual_of
+from holmes_ext.runtime.compress import BLOCK, PLAIN, Bf16, Int8, Residuals, codec, residual_of
+from holmes_ext.runtime.reduce.hierarchical import hierarchical_for
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
@@ -92,25 +92,25 @@ def test_prediction_counts_fewer_bytes_across():
 def sums(rank, kind, clusters, compress, steps=3, numel=5001):
     """(largest error relative to the largest sum, same on all ranks, the mean's error over the steps, bytes
     this rank sent across)"""
-    all_reduce = kind(clusters, chunk_bytes=4096, compress=compress)
+    reduction = kind(clusters, chunk_bytes=4096, compress=compress)
     x = randoms(numel, 100 + rank)
     wanted = x.clone()
     dist.all_reduce(wanted)
     flat, mean, worst, same = torch.empty(numel), torch.zeros(numel), 0.0, True
     for _ in range(steps):
         flat.copy_(x)  # the same tensor object every time, as a bucket's
-        all_reduce(flat).wait()
+        reduction.all_reduce(flat).wait()
         mean += flat / steps
         worst = max(worst, ((flat - wanted).abs().max() / wanted.abs().max()).item())
         everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, flat)
         same &= all(torch.equal(flat, other) for other in everywhere)
-    all_reduce.close()
+    reduction.close()
     return (
         worst,
         same,
         ((mean - wanted).abs().max() / wanted.abs().max()).item(),
-        getattr(all_reduce, "bytes_across", 0) / steps,
+        getattr(reduction, "bytes_across", 0) / steps,
     )
 
 
@@ -149,8 +149,8 @@ def chosen(rank):
     """What a group that straddles clusters gets, as the plan says."""
     plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0], "b": [1]}, wan=Wan())
     session.set_active(SimpleNamespace(plan=plan))
-    ways = [Reduction(False, 1, ("a", "b"), compress=kind) for kind in ("bf16", "off", "int8")]
-    reduces = [straddling.two_level_for(dist.group.WORLD, 1000, way) for way in ways]
+    ways = [ReductionSpec(False, 1, ("a", "b"), compress=kind) for kind in ("bf16", "off", "int8")]
+    reduces = [hierarchical_for(dist.group.WORLD, 1000, way) for way in ways]
     session.set_active(None)
     return [type(reduce._codec if ON_GPUS else reduce._across.codec).__name__ for reduce in reduces]
 

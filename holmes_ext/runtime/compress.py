@@ -26,10 +26,10 @@ BLOCK = 256
 
 class Codec:
     """wire = encode(x, residual), x' = decode(wire, like=x): flat tensors of one device. This one: x as it
-    is. share: bytes on the wire for each of float32; feedback: encode() updates a residual, of which it
-    has added the part `decay`; above: bytes of an element from which on it saves any."""
+    is. share: bytes on the wire for each of float32; feedback: encode() updates a residual, which it
+    has added; above: bytes of an element from which on it saves any."""
 
-    share, feedback, decay, above = 1.0, False, 1.0, 8
+    share, feedback, above = 1.0, False, 8
 
     def applies(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point and dtype.itemsize > self.above

@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.runtime import session
-from holmes_ext.runtime.start import refusal
+from holmes_ext.runtime import refusal, session
 from holmes_ext.runtime.start.launcher import Process
 
 

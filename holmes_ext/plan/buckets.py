@@ -56,3 +56,22 @@ def cut(
         open_.setdefault(key, []).append(place)
         filled[key] = filled_bytes + size
     return tuple(sorted([*done, *map(tuple, open_.values())], key=lambda bucket: bucket[-1]))
+
+
+#: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
+CHUNK_SHARE_BYTES = 512 * 2**10
+
+
+#: NCCL's collectives need some MiB to reach a network's rate, and more only fills the pipeline later.
+NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
+
+
+def chunk_bytes(ranks: int, direct: bool) -> int:
+    """Of a chunk; ranks: of the group in the smallest cluster."""
+    size, (least, most) = CHUNK_SHARE_BYTES * ranks, NCCL_CHUNK_BYTES
+    return size if direct else min(max(size, least), most)
+
+
+def chunks_of(size: float, chunk_bytes: float) -> int:
+    """Of a sum of `size` bytes, all alike: what is left beside whole ones costs nearly as much as one."""
+    return max(1, int(size // chunk_bytes))

@@ -1,0 +1,245 @@
+"""Extensions: packages that add flags, commands, patches and hooks to holmes without changing it.
+
+An extension is one value of the class Extension. Python packages publish theirs as an entry point:
+
+    [project.entry-points."holmes_ext.extensions"]
+    mynic = "my_package.extension:EXTENSION"
+
+Three extensions come with holmes_ext (BUILT_IN). They are imported by name, so they also work from a source
+tree that is not installed.
+
+The module with an Extension is imported in every job under holmes. It should import nothing but this module:
+whatever does the work is named as "module:attribute", and is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from holmes_ext.errors import HolmesError
+
+if TYPE_CHECKING:
+    from holmes_ext.options import Options
+    from holmes_ext.runtime.session import Session
+
+#: The entry-point group in which packages publish their extensions.
+GROUP = "holmes_ext.extensions"
+#: Extensions that come with holmes_ext.
+BUILT_IN = (
+    "holmes_ext.planner.extension:EXTENSION",
+    "holmes_ext.adapt.extension:EXTENSION",
+    "holmes_ext.join.extension:EXTENSION",
+)
+
+#: What an extension can contribute: the name of the contribution point -> what each object must be.
+POINTS = {
+    "nic_kinds": "holmes_ext.cluster.nic.NicKind, by the name that cluster.toml gives the kind",
+    "reductions": "a function that makes a holmes_ext.runtime.reduce.reduction.Reduction",
+    "outer_algorithms": "a class of holmes_ext.join.algorithms, by the name that --holmes-outer gives it",
+    "doctor_checks": "a function without parameters that returns holmes_ext.doctor.finding.Finding objects",
+    "command_parts": "a module with add_arguments(parser) and run(args), by the name of an existing command",
+    "pass_solvers": "a function like holmes_ext.planner.passes.solve.quickest",
+    "plan_companions": "a module that adds another forecast to the search of `holmes plan`",
+    "report_pages": "a function that makes the page of `holmes report --html`, by the name html",
+    "report_sections": "a function that returns HTML for that page: (run, summary) -> list of parts",
+    "join_services": "a function that `holmes join serve` runs beside its coordinator",
+}
+#: Hook -> when its function is called, and how.
+HOOKS = {
+    "on_options": "the flags were read, and the ranks have not met yet: on_options(options) -> lines for the user",
+    "on_start": "the ranks have agreed on a plan: on_start(session) -> lines for the user",
+    "on_step": "a training step of a pipeline begins: see holmes_ext.runtime.hooks.on_step",
+    "on_reduction": "gradients are about to be reduced: see holmes_ext.runtime.hooks.on_reduction",
+    "on_checkpoint": "this rank's part of a checkpoint is written, and the checkpoint is complete: on_checkpoint()",
+    "on_stop": "holmes is switched off, or the program ends: on_stop(reason)",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag --holmes-NAME VALUE of an extension, and its environment variable HOLMES_NAME."""
+
+    name: str  # with underscores, as a keyword of holmes_ext.enable()
+    help: str
+    default: str = ""
+    choices: tuple[str, ...] = ()  # the only values allowed; () for any text
+    #: Returns why a value is refused, or "". Not called for the default value.
+    check: Callable[[str], str] = lambda value: ""
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise HolmesError(f"option {self.name!r}: its name must be an identifier, such as my_option")
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What a package adds to holmes.
+
+    Modules, functions and objects are named as text, "module" or "module:attribute".
+    """
+
+    name: str
+    options: tuple[Option, ...] = ()
+    commands: Mapping[str, str] = field(default_factory=dict)  # `holmes NAME` -> module with add_parser() and run()
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variable for users -> what it does
+    #: Module with PATCHES -> the names of their features, as HOLMES_DISABLE takes them.
+    patches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Contribution point (POINTS) -> name -> the object that is contributed.
+    contributions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    hooks: Mapping[str, str] = field(default_factory=dict)  # name in HOOKS -> function
+    #: Returns whether a job with these options uses the extension. Otherwise nothing of it is imported.
+    is_active: Callable[[Options], bool] = lambda options: True
+    #: Returns whether the extension has something to do in this job. Otherwise its hooks are not imported,
+    #: except on_options.
+    applies_to: Callable[[Session], bool] = lambda session: True
+
+    def __post_init__(self) -> None:
+        for kind, names, known in (
+            ("contribution point", self.contributions, POINTS),
+            ("hook", self.hooks, HOOKS),
+        ):
+            for name in names:
+                if name not in known:
+                    raise HolmesError(f"there is no {kind} {name!r}; known: {', '.join(known)}")
+
+
+class Contribution(NamedTuple):
+    """Object that an extension contributes."""
+
+    name: str
+    reference: str
+
+    def load(self) -> Any:
+        """Import and return the object."""
+        return load(self.reference)
+
+
+class Found(NamedTuple):
+    """The extensions of this Python environment."""
+
+    extensions: tuple[Extension, ...]
+    problems: tuple[str, ...]  # one line for each extension that could not be loaded
+
+
+@functools.cache
+def found() -> Found:
+    """Load the extensions of this environment: those built in, and those of other packages by entry points.
+
+    An extension of another package that cannot be loaded is left out. Found.problems has the reason.
+
+    Raises:
+        HolmesError: two extensions have the same flag, command or name.
+    """
+    loaded = [load(reference) for reference in BUILT_IN]
+    problems = []
+    for point in importlib.metadata.entry_points(group=GROUP):
+        if point.value in BUILT_IN:
+            continue
+        try:
+            extension = point.load()
+            if not isinstance(extension, Extension):
+                raise TypeError(f"{point.value} is not a holmes_ext.extensions.Extension")
+        except Exception as error:  # whatever another package does wrong must not end a job
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            problems.append(f"extension {point.name} is left out: {reason}")
+        else:
+            loaded.append(extension)
+    _refuse_duplicates(loaded)
+    return Found(tuple(loaded), tuple(problems))
+
+
+def _refuse_duplicates(extensions: Iterable[Extension]) -> None:
+    owners: dict[str, str] = {}
+    for extension in extensions:
+        claims = [f"name {extension.name}"]
+        claims += [f"flag --holmes-{option.name.replace('_', '-')}" for option in extension.options]
+        claims += [f"command {command!r}" for command in extension.commands]
+        for claim in claims:
+            if claim in owners:
+                first = owners[claim]
+                raise HolmesError(
+                    f"two extensions have the {claim}: {first} and {extension.name}; uninstall one of them"
+                )
+            owners[claim] = extension.name
+
+
+def load(reference: str) -> Any:
+    """Import what "module" or "module:attribute" names."""
+    module, _, attribute = reference.partition(":")
+    imported = importlib.import_module(module)
+    return getattr(imported, attribute) if attribute else imported
+
+
+def options() -> dict[str, Option]:
+    """Return the options of all extensions, by name."""
+    return {option.name: option for extension in found().extensions for option in extension.options}
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables of all extensions that are no twins of flags: name -> help text."""
+    return {name: text for extension in found().extensions for name, text in extension.variables.items()}
+
+
+def commands() -> dict[str, str]:
+    """Return the commands of all extensions: name -> module."""
+    return {name: module for extension in found().extensions for name, module in extension.commands.items()}
+
+
+def contributions(point: str) -> list[Contribution]:
+    """Return what extensions contribute to a point of POINTS."""
+    return [
+        Contribution(name, reference)
+        for extension in found().extensions
+        for name, reference in extension.contributions.get(point, {}).items()
+    ]
+
+
+def contributed(point: str, name: str) -> Any:
+    """Import and return one object that an extension contributes.
+
+    Raises:
+        HolmesError: no extension contributes it.
+    """
+    for contribution in contributions(point):
+        if contribution.name == name:
+            return contribution.load()
+    raise HolmesError(f"no extension of holmes contributes {name!r} to {point}; install the one that does")
+
+
+def features() -> tuple[str, ...]:
+    """Return the names of all features whose patches are in extensions, without importing these."""
+    return tuple(
+        feature
+        for extension in found().extensions
+        for names in extension.patches.values()
+        for feature in names
+    )
+
+
+def patch_modules(options: Options | None = None) -> list[str]:
+    """Return the modules with patches of the extensions that are active; of all extensions without options."""
+    return [
+        module
+        for extension in found().extensions
+        if options is None or extension.is_active(options)
+        for module in extension.patches
+    ]
+
+
+def on_options(options: Options) -> list[str]:
+    """Let the active extensions check the options; return their lines for the user.
+
+    Raises:
+        HolmesError: an extension cannot do what the options ask for.
+    """
+    return [
+        line
+        for extension in found().extensions
+        if "on_options" in extension.hooks and extension.is_active(options)
+        for line in load(extension.hooks["on_options"])(options)
+    ]

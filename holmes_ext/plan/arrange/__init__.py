@@ -1,0 +1,1 @@
+"""Search for the order of nodes, and for what goes to which stage."""

@@ -1,0 +1,28 @@
+"""Interface of a forecast that an extension shows beside the plans of a search (`holmes plan --joined`).
+
+The contribution point "plan_companions" takes a module with
+
+    add_arguments(add)               adds its arguments; `add` is add_argument() of the search's group
+    wanted(args) -> bool             whether the arguments ask for the forecast
+    beside(result, seconds)          makes a PlanCompanion for a SearchResult, in about so many seconds
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class PlanCompanion(Protocol):
+    """Forecast beside the best plan of a search."""
+
+    def document(self) -> dict[str, Any]:
+        """Return what `holmes plan --json` prints of it."""
+
+    def show(self) -> None:
+        """Print it."""
+
+    def figure(self) -> Any:
+        """Return a matplotlib figure, for --pictures."""
+
+    def page_parts(self) -> list[str]:
+        """Return HTML for the page of --html."""

@@ -1,0 +1,86 @@
+"""What the planner adds to `holmes plan`: the search, subsets of nodes, experts, tables and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+
+from holmes_ext.cli.plan import GivenSizes, given_sizes, inputs, show_table, status_of, workload
+from holmes_ext.cluster.site import site_from_spec
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.build import build_plan
+from holmes_ext.plan.cost.links import Links
+from holmes_ext.planner.html.plan_pictures import draw_partitions
+from holmes_ext.planner.search.as_plan import times
+from holmes_ext.planner.show import experts, explain, search, search_table, subset
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    explain.add_arguments(parser)
+    experts.add_arguments(parser)
+    search.add_arguments(parser)
+    subset.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int | None:
+    """Do what the planner's arguments ask for.
+
+    Returns:
+        The exit status; None if the sizes are given and nothing is known of the model: the plan is then made
+        without the planner.
+
+    Raises:
+        HolmesError: the input is bad.
+    """
+    if subset.wanted(args):
+        return subset.run(args)
+    spec, job = inputs(args)
+    if args.experts:
+        site, links = site_from_spec(spec), Links.of_spec(spec)
+        return experts.run(args, build_plan(site, job.sizes, workload(args), links=links))
+    search.check_pictures(args, job)
+    if search.wanted(args):
+        return search.run(args, spec, job)
+    explains = bool(args.explain or args.picture)
+    if explains and job.model is None and not args.profile:
+        advice = "give --model FILE (examples/models has some) or --profile FILE"
+        raise HolmesError(f"--explain and --picture need to know the model: {advice}")
+    if job.model is None and not explains:
+        return None
+    return _show(args, given_sizes(args, spec, job), explains)
+
+
+def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
+    """Print the plan of the given sizes with its simulated step, and every partition if asked for."""
+    job, plan, costs, alone = given.job, given.plan, given.costs, None
+    if job.model is not None and not args.profile and plan.sizes is not None:
+        alone = search.alone(plan, given.network, job, job.model)
+        plan = replace(plan, predicted=plan.predicted | times(alone, alone.best))
+        given = replace(given, plan=plan)
+    starts = search_table.launches_of(alone, args, job) if alone else {}
+    if args.output:
+        plan.save(args.output)
+    estimates = {}
+    if explains:
+        if costs is None:
+            raise HolmesError("--explain needs the parallel sizes: give --sizes pipeline=N")
+        estimates = explain.outcomes(costs, args.alpha)
+        if args.picture:
+            draw_partitions(costs, estimates, args.picture)
+    if costs and args.explain and args.json:
+        print(json.dumps(explain.document(costs, estimates)))
+    elif args.json:
+        sys.stdout.write(plan.to_json())
+    else:
+        show_table(given)
+        if alone:
+            search_table.show_given(alone, args, starts)
+        if costs and args.explain:
+            explain.show(costs, estimates)
+        for path in filter(None, (args.picture, args.output)):
+            print(f"written: {path}")
+    if alone:
+        search.draw(alone, args, job, starts)
+    return status_of(plan)

@@ -1,0 +1,62 @@
+"""Interfaces of the code that makes the Plan.
+
+The runtime reads the Plan and does not decide anything itself. job.py hands it the functions that make a Plan
+when the job starts, and that complete it if the framework reports its parallel sizes only later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from holmes_ext.cluster.node_report import NodeReport
+from holmes_ext.cluster.site import Site
+from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.options import Options
+from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.sizes import Sizes
+from holmes_ext.plan.traffic import ReductionSpec
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.cost.model import Model
+
+
+class PlanRequest(Protocol):
+    """What one rank knows of the job before it has heard of the others: see plan/request.py."""
+
+    options: Options
+    model: Model | None
+    engine: EngineTraits
+    spec: SiteSpec | None
+    digests: dict[str, str]
+
+    def read_files(self) -> None:
+        """Read the files that the options name."""
+
+    def make_plan(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
+        """Make the plan for the nodes that reported."""
+
+    def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
+        """Take over what the previous start of the job has left in its store."""
+
+
+class PlanMaker(Protocol):
+    """Functions that derive a Plan from another: the module plan/decide.py."""
+
+    def on_ports(self, plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
+        """Return the plan for the ports that `site` has left."""
+
+    def complete_plan(
+        self, plan: Plan, sizes: Sizes, options: Options, model: Model | None, engine: EngineTraits
+    ) -> Plan:
+        """Return the plan with the decisions for parallel sizes that the framework has reported."""
+
+    def spec_of_group(
+        self, plan: Plan, ranks: tuple[int, ...], network_api: str, options: Options, total_bytes: float,
+        engine: EngineTraits,
+    ) -> ReductionSpec:
+        """Return how a group of ranks reduces so many bytes in a step."""
+
+    def advice_on_straddling(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
+        """Return a line on the groups that straddle clusters, and how to avoid it; "" if none does."""
+

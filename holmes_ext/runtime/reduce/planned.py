@@ -1,0 +1,118 @@
+"""The reduction that the plan chooses for a group's gradients, before the job starts and while it runs."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from holmes_ext.cluster.site import Fabric
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.buckets import bucket_bytes as bucket_bytes_of
+from holmes_ext.plan.traffic import ReductionSpec
+from holmes_ext.runtime import hooks, session
+from holmes_ext.runtime.backend import backend_of, network_api_of
+from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES
+from holmes_ext.runtime.reduce.hierarchical import hierarchical_for
+from holmes_ext.runtime.reduce.reduction import FlatReduction, Reduction
+
+
+class PlannedReduction:
+    """The reduction that the plan chooses for the gradients of one process group.
+
+    The plan may change while the job runs. follow_plan() then replaces the reduction. Reductions that were
+    made once are kept, because making one creates process groups.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, size: int, device_type: str, compress: str | None = None
+    ):
+        """Make the reduction. All ranks of the group must do so.
+
+        Args:
+            size: Bytes of gradients that the group sums in a step.
+            device_type: Device of the gradients, "cpu" or "cuda".
+            compress: In place of the option --holmes-compress; None: as the option says.
+        """
+        self.size = size
+        self.device_type = device_type
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.backend = backend_of(group, device_type)
+        #: What the plan says; None while holmes is off.
+        self.spec: ReductionSpec | None = None
+        #: None if the plan sums in one ring, or holmes is off.
+        self.hierarchical: Reduction | None = None
+        self._group = group
+        self._flat = FlatReduction(group)
+        self._made: dict[ReductionSpec, Reduction | None] = {}
+        current = session.active()
+        if current is not None:
+            self._adopt(current.reduction(self.ranks, self.backend, size, compress))
+
+    @property
+    def reduction(self) -> Reduction:
+        """What sums the gradients now."""
+        return self._flat if self.hierarchical is None else self.hierarchical
+
+    def follow_plan(self) -> bool:
+        """Replace the reduction if the plan has another one by now, and return whether it has.
+
+        All ranks of the group must call this method at the beginning of a step.
+        """
+        current = session.active()
+        network_api = network_api_of(self.backend)
+        if current is None or self.spec is None or not network_api:
+            return False
+        hooks.on_reduction(current, self.ranks, network_api, self)  # an extension may change the plan
+        spec = current.decided_again(self.ranks, self.backend)
+        if spec is None or spec == self.spec:
+            return False
+        if spec.compress != self.spec.compress:
+            return False  # decided for sums of the same ranks that compress in another way
+        self._adopt(spec)
+        return True
+
+    def _adopt(self, spec: ReductionSpec) -> None:
+        if spec not in self._made:
+            self._made[spec] = hierarchical_for(self._group, self.size, spec, self.device_type)
+        self.spec = spec
+        self.hierarchical = self._made[spec]
+
+    def close(self) -> None:
+        """End the threads of all reductions that were made."""
+        for made in self._made.values():
+            if made is not None:
+                made.close()
+
+
+def planned_fabric(group: dist.ProcessGroup, device_type: str) -> Fabric | None:
+    """Return the fabric that the plan has for a group; None inside a node, and while holmes is off."""
+    current = session.active()
+    if current is None:
+        return None
+    return current.fabric_of(dist.get_process_group_ranks(group), backend_of(group, device_type))
+
+
+def check_bucket_bytes(given: int) -> None:
+    """Raise HolmesError unless `given` is a positive whole number of bytes."""
+    if not isinstance(given, int) or given < 1:
+        way_out = "give a number of bytes above 0, or None"
+        raise HolmesError(f"GradientReducer: bucket_bytes is {given!r}; {way_out}")
+
+
+def bucket_bytes_for(
+    planned: PlannedReduction | None, fabric: Fabric | None, rank_count: int, size: int
+) -> int:
+    """Return the size of a gradient bucket in bytes, where the user gave none.
+
+    Args:
+        planned: The plan's reduction of the gradients; None if the plan does not reduce them.
+        fabric: The group's network; None if nothing is known of it.
+        rank_count: Ranks of the group.
+        size: Bytes of gradients that the group sums in a step.
+    """
+    if planned is not None and planned.spec is not None:
+        if planned.hierarchical is not None:
+            return planned.spec.chunk_bytes
+        return planned.spec.bucket_bytes
+    if fabric is None:
+        return DEFAULT_BYTES
+    return bucket_bytes_of(fabric, rank_count, size)
