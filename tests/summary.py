@@ -60,7 +60,7 @@ class Part:
     name: str  # of the file
     tests: tuple[Result, ...]
     left_out: int = 0  # exhaustive tests that make nightly runs
-    seed: str = ""  # which tenth of the exhaustive tests ran, or the value of HOLMES_TEST_FULL
+    seed: str = ""  # which share of the exhaustive tests ran, or the value of HOLMES_TEST_FULL
     has_results: bool = True  # False: pytest ended before it wrote any
 
 

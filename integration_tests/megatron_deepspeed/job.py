@@ -106,6 +106,7 @@ class Checkout:
             "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         }
         rebase = self.folder / "examples_deepspeed" / "rebase"  # has GPT-2's vocabulary
+        self.on_cpu = list(ON_CPU)  # flags of pretrain_gpt.py
         tokens, merges = vocabulary or (rebase / "gpt2-vocab.json", rebase / "gpt2-merges.txt")
         self.vocabulary = ["--vocab-file", str(tokens), "--merge-file", str(merges)]
         self.corpus = self._make_corpus(folder)  # the training text, as token numbers
@@ -118,6 +119,10 @@ class Checkout:
         """
         load = "from deepspeed.ops.op_builder.cpu import FusedAdamBuilder; FusedAdamBuilder().load()"
         self.check([sys.executable, "-c", load])
+
+    def use_adam_of_torch(self) -> None:
+        """Train with torch's Adam, which needs no compiler, instead of DeepSpeed's."""
+        self.on_cpu.remove("--ds_fused_adam")
 
     def check(self, command: list[str], cwd: Path | None = None) -> None:
         env = {**os.environ, **self.env, **self.stand_ins(command)}
@@ -160,7 +165,7 @@ class Checkout:
                   shape=SHAPE) -> list[str]:
         """The command line of pretrain_gpt.py; `flags` come last and win."""
         return [
-            str(self.folder / "pretrain_gpt.py"), *shape, *TRAINING, *ON_CPU, *self.vocabulary,
+            str(self.folder / "pretrain_gpt.py"), *shape, *TRAINING, *self.on_cpu, *self.vocabulary,
             "--data-path", str(self.corpus), "--micro-batch-size", "2", "--global-batch-size", "16",
             "--train-iters", str(steps), *(["--bf16"] if dtype == "bf16" else []), "--deepspeed",
             "--deepspeed_config", str(config or self.config(zero, dtype)), "--zero-stage", str(zero), *flags,
