@@ -18,9 +18,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from holmes_ext.cluster.nic import Nic
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node
+from holmes_ext.cluster.site import ETHERNET
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.nic import Nic
+    from holmes_ext.cluster.site import Fabric, Node
 
 #: The value of cluster.toml's key `net` that leaves the network of a fabric's groups to NCCL.
 AUTO = "auto"

@@ -14,12 +14,14 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.cluster.wan import Hop, Wan
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.spec import SiteSpec
 
 ETHERNET = "ethernet"
 #: A site's source where there is no cluster.toml.

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from holmes_ext.cluster.wan import Hop, Wan
+if TYPE_CHECKING:
+    from holmes_ext.cluster.wan import Hop, Wan
+
 
 #: (cluster, cluster)
 Pair = tuple[str, str]

@@ -7,8 +7,11 @@ large ones is what no overlap hides. The running job (runtime/reduce/) and the s
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
-from holmes_ext.cluster.site import Fabric
+if TYPE_CHECKING:
+    from holmes_ext.cluster.site import Fabric
+
 
 #: Below this gloo spends most of its time in the CPU (measured, 12 MiB on 4 ranks: 42 ms in 256 KiB buckets,
 #: 27 in 1 MiB, 22 in one); a group that reduces less than FEWEST of these is cut into so many parts.

@@ -10,9 +10,12 @@ What carries a group's tensors decides which ports it can use: NCCL needs HCAs (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from holmes_ext.cluster.site import Fabric
-from holmes_ext.plan.across import CrossClusterAlgorithm
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.across import CrossClusterAlgorithm
 
 VERBS, SOCKETS = NETWORK_APIS = ("verbs", "sockets")
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.

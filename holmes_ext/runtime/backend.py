@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holmes_ext.runtime.backend_table import BackendTraits, traits_of
+from holmes_ext.runtime.backend_table import traits_of
+
+if TYPE_CHECKING:
+    from holmes_ext.runtime.backend_table import BackendTraits
 
 
 def backend_of(group: Any = None, device_type: str = "") -> str:

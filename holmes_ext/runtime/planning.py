@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.cluster.site import Site
-from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.options import Options
-from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import ReductionSpec
-
 if TYPE_CHECKING:
+    from holmes_ext.cluster.node_report import NodeReport
+    from holmes_ext.cluster.site import Site
+    from holmes_ext.cluster.spec import SiteSpec
+    from holmes_ext.options import Options
     from holmes_ext.plan.cost.model import Model
+    from holmes_ext.plan.engine import EngineTraits
+    from holmes_ext.plan.plan import Plan
+    from holmes_ext.plan.sizes import Sizes
+    from holmes_ext.plan.traffic import ReductionSpec
 
 
 class PlanRequest(Protocol):

@@ -12,10 +12,14 @@ import hashlib
 import sys
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from holmes_ext.errors import HolmesError, RemoteError
+from holmes_ext.errors import RemoteError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.sockets.deadline import Deadline
+
+if TYPE_CHECKING:
+    from holmes_ext.errors import HolmesError
 
 #: How long ranks wait for each other, in seconds: some have perhaps nothing to refuse.
 _WAIT = 10.0

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from holmes_ext.cluster.site import Fabric, Node, Site
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.sizes import Sizes
-from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
+from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime.backend import network_api_of
 from holmes_ext.runtime.groups.transport import Transport, transport_on
-from holmes_ext.runtime.planning import PlanMaker
-from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.words import tell_user
 
 if TYPE_CHECKING:
+    from holmes_ext.cluster.site import Fabric, Node, Site
+    from holmes_ext.options import Options
     from holmes_ext.plan.cost.model import Model
+    from holmes_ext.plan.plan import Plan
+    from holmes_ext.plan.sizes import Sizes
+    from holmes_ext.plan.traffic import ReductionSpec
+    from holmes_ext.runtime.planning import PlanMaker
+    from holmes_ext.runtime.start.launcher import Process
 
 
 @dataclass
@@ -170,3 +172,14 @@ def require() -> Session:
         raise HolmesError(
             "holmes is not active in this process; start it with --holmes or call holmes_ext.enable()")
     return _active
+
+
+_told: set[str] = set()
+
+
+def tell(current: Session, text: str, once: str | Literal[True] = "") -> None:
+    """On rank 0; a text about `once` (True: the same text) only the first time in this process."""
+    about = text if once is True else once
+    if text and current.rank == 0 and about not in _told:
+        tell_user(text)
+        _told.update(filter(None, [about]))

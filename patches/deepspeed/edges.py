@@ -49,11 +49,11 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.passes import before
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of
-from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of, of_pairs
 from holmes_ext.runtime.groups.receive_order import Flight, ListedOrder, flight_of
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
+from holmes_ext.runtime.session import tell
 
 #: Sends and receives the messages of this process's pipeline stage. None if there is no pipeline engine, or
 #: its process groups use neither gloo nor NCCL.

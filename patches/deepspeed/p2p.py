@@ -24,7 +24,7 @@ from holmes_ext.plan.plan import pair_needs_group
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.grid import check_grid
-from holmes_ext.runtime.groups.members import groups_of
+from holmes_ext.runtime.groups.pairs import groups_of
 from holmes_ext.runtime.session import Session
 
 #: Rank in a neighbouring pipeline stage -> the process group of this rank and that one. Filled when DeepSpeed

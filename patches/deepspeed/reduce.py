@@ -32,7 +32,7 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, one_hardware_queue
-from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.session import tell
 from holmes_ext.words import tell_user
 
 _ONE_QUEUE = (

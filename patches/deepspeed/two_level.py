@@ -36,7 +36,7 @@ from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling
 from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
-from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.session import tell
 from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
 

@@ -35,10 +35,10 @@ from holmes_ext.patches.megatron.p2p import PARAMETERS, mailbox_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
-from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of
 from holmes_ext.runtime.groups.receive_order import ListedOrder, ReceiveOrder, flight_of
 from holmes_ext.runtime.groups.wire import PLAIN, Finish, Wire
+from holmes_ext.runtime.session import tell
 
 
 class _PlannedWarmUpGroup:

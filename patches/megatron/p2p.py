@@ -28,7 +28,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.mailbox import Mailbox
-from holmes_ext.runtime.groups.members import pair_group, pair_groups
+from holmes_ext.runtime.groups.pairs import pair_group, pair_groups
 
 #: Order in which megatron-core's _p2p_ops starts messages, at even and at odd positions in the pipeline. Of
 #: two neighbours one is at an even position: while it starts a send, the other starts the matching receive.

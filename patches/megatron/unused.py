@@ -19,7 +19,7 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.source import find_module
 from holmes_ext.patches.megatron.features import MEGATRON_DEEPSPEED_IMPORTS
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.session import tell
 
 #: Module -> how to have the real one.
 UNUSED = {"deepspeed.compression.compress": "pip install 'deepspeed<0.19.7'",

@@ -33,7 +33,7 @@ from holmes_ext.patches.torch.buckets import BucketReducer
 from holmes_ext.patches.torch.features import DDP_HOOK
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks
-from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.session import tell
 
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
 #: DistributedDataParallel object -> state of the comm hook that holmes registered with it.

@@ -28,10 +28,9 @@ from holmes_ext.patches.torch.features import PASSES
 from holmes_ext.patches.torch.pipelining import sizes_of
 from holmes_ext.plan.passes import PassOrder
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
-from holmes_ext.runtime.groups.grid import tell
 from holmes_ext.runtime.groups.receive_order import listed_passes
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
-from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.session import Session, tell
 
 
 class PlannedRuntime(NamedTuple):

@@ -30,9 +30,9 @@ from holmes_ext.patches.torch.buckets import BucketReducer
 from holmes_ext.patches.torch.features import PIPELINING
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, Sizes
 from holmes_ext.runtime.backend import group_ranks, group_traits
-from holmes_ext.runtime.groups.grid import check_grid, tell
-from holmes_ext.runtime.groups.members import pair_groups
-from holmes_ext.runtime.session import Session
+from holmes_ext.runtime.groups.grid import check_grid
+from holmes_ext.runtime.groups.pairs import pair_groups
+from holmes_ext.runtime.session import Session, tell
 
 #: Process group of a pipeline -> rank of a neighbouring stage -> process group of that pair of ranks.
 _pair_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()

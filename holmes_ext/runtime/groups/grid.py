@@ -6,15 +6,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.sizes import Sizes, sizes_text
+from holmes_ext.plan.sizes import sizes_text
 from holmes_ext.runtime.refusal import told_once
-from holmes_ext.runtime.session import Session
-from holmes_ext.words import tell_user
+from holmes_ext.runtime.session import tell
 
-_told: set[str] = set()
+if TYPE_CHECKING:
+    from holmes_ext.plan.sizes import Sizes
+    from holmes_ext.runtime.session import Session
 
 
 def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
@@ -36,9 +37,3 @@ def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
             f"{where} says {sizes_text(plan.sizes)}, but the program initializes {sizes_text(sizes)}; make them agree")
 
 
-def tell(current: Session, text: str, once: str | Literal[True] = "") -> None:
-    """On rank 0; a text about `once` (True: the same text) only the first time in this process."""
-    about = text if once is True else once
-    if text and current.rank == 0 and about not in _told:
-        tell_user(text)
-        _told.update(filter(None, [about]))

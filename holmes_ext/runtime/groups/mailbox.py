@@ -21,14 +21,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups.members import pair_group
-from holmes_ext.runtime.groups.receive_order import Early, Flight, ListedEarly
-from holmes_ext.runtime.groups.wire import PLAIN, Wire
+from holmes_ext.runtime.groups.pairs import pair_group
+from holmes_ext.runtime.groups.wire import PLAIN
 from holmes_ext.runtime.watch import failure
+
+if TYPE_CHECKING:
+    from holmes_ext.runtime.groups.receive_order import Early, Flight, ListedEarly
+    from holmes_ext.runtime.groups.wire import Wire
 
 #: (shape, dtype) of a message.
 Form = tuple[tuple[int, ...], Any]

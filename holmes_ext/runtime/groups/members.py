@@ -10,43 +10,25 @@ only the members of the new group. members_group() uses this, and removes two ob
     The communicator of the group. If the default group is bound to a GPU, torch splits the new communicator
     from the default group's (ncclCommSplit). All ranks of the job must take part in a split.
     members_group() keeps torch from splitting.
-
-pair_groups() makes such a group for each pair of neighbouring pipeline stages, if some pairs have a faster
-network than the whole pipeline:
-
-    stage 0 === stage 1 --- stage 2 === stage 3      === inside a cluster: the pair's group uses its fabric
-       cluster a        |       cluster b            --- between clusters: the pair's group uses Ethernet
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from holmes_ext.plan.plan import pairs_with_group
-from holmes_ext.plan.traffic import LOCAL
-from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import (
-    backend_of,
-    group_ranks,
     nccl_backend_in,
-    network_api_of,
     timeout_of,
 )
-from holmes_ext.runtime.backend_table import traits_of
 from holmes_ext.runtime.groups.communicators import can_postpone, with_lazy_init
-from holmes_ext.runtime.groups.transport import settings_of
 
 #: (ranks, purpose) -> how many groups this process has made of them. Each group needs a new name: the keys of
 #: earlier groups are still in the store.
 _count: Counter[tuple[Any, ...]] = Counter()
-#: Largest number of thread blocks (CTAs) of a communicator for two ranks on different nodes. Four are enough
-#: to use the whole NIC. More would be a loss: a receive that is started early occupies them until its message
-#: arrives, and the GPU cannot compute with them.
-PAIR_CTAS = 4
 
 
 def members_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
@@ -122,66 +104,3 @@ def _default_group_bound_to(device: Any) -> Iterator[None]:
         world.bound_device_id = before
 
 
-def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
-    """Make process groups for the pairs of neighbouring pipeline stages that this rank is in.
-
-    All ranks of the pipeline must call this function. Either all pairs get a group, or none. Otherwise the
-    job could hang: NCCL makes the communicator of the pipeline's group at its first message, and waits for
-    all stages of the pipeline. A stage whose messages all use groups of pairs does not take part.
-
-    Args:
-        group: The process group of the pipeline.
-
-    Returns:
-        Rank of a neighbouring stage -> group of the pair. The dict is empty if no pair has a faster network
-        than the whole pipeline.
-    """
-    ranks = tuple(group_ranks(group))
-    network_api = network_api_of(backend_of(group))
-    if not network_api:
-        return {}  # the backend chooses its networks itself
-    if len(ranks) < 3:
-        return {}  # the pipeline is one pair
-    pairs = pairs_with_group(current.plan, ranks, network_api)
-    return groups_of(pairs, current.rank, group)
-
-
-def groups_of(pairs: Iterable[tuple[int, int]], rank: int, pipeline: Any) -> dict[int, Any]:
-    """Make a process group for each of `pairs` that contains `rank`.
-
-    Args:
-        pairs: In the same order on all ranks.
-        pipeline: The process group of the pipeline. The new groups get its backend and settings.
-
-    Returns:
-        The other rank of a pair -> group of the pair.
-    """
-    groups = {}
-    for first, second in pairs:
-        if rank in (first, second):
-            peer = second if rank == first else first
-            groups[peer] = pair_group((first, second), "pipeline pair", pipeline)
-    return groups
-
-
-def pair_group(pair: Iterable[int], purpose: str, pipeline: Any) -> Any:
-    """Make a process group of two ranks, with the backend, timeout and NCCL settings of their pipeline.
-
-    Only the two ranks call this function.
-
-    Args:
-        purpose: Part of the group's name, and the group's description (group_desc).
-        pipeline: The process group of the pipeline.
-    """
-    ranks = sorted(pair)
-    backend = backend_of(pipeline)
-    options: dict[str, Any] = {"backend": backend, "timeout": timeout_of(pipeline)}
-    if traits_of(backend).is_nccl:
-        settings = settings_of(pipeline)
-        current = session.active()
-        program_has_limit = settings.config.max_ctas >= 1
-        uses_nic = current is not None and current.transport(ranks, backend).fabric != LOCAL
-        if uses_nic and not program_has_limit:
-            settings.config.max_ctas = max(PAIR_CTAS, settings.config.min_ctas)
-        options["pg_options"] = settings
-    return members_group(ranks, purpose, **options)

@@ -40,11 +40,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
+from typing import TYPE_CHECKING
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.passes import OnePass, PassOrder, before, passes
-from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.passes import PassOrder, before, passes
 from holmes_ext.plan.traffic import SOCKETS, VERBS
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.passes import OnePass
+    from holmes_ext.plan.plan import Plan
 
 
 @dataclass(frozen=True)

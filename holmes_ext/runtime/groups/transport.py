@@ -17,14 +17,16 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext.cluster.nccl import SHARED, file_settings, network_name, variables_of
-from holmes_ext.cluster.site import Fabric, Node
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.runtime.backend import options_of
 from holmes_ext.runtime.backend_table import traits_of
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.site import Fabric, Node
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 

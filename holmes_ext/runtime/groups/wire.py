@@ -34,10 +34,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.compress import Codec, Int8, codec
+from holmes_ext.runtime.compress import Int8, codec
+
+if TYPE_CHECKING:
+    from holmes_ext.runtime.compress import Codec
 
 #: What to do once a message is there, on the stream of the pass that needs it.
 Finish = Callable[[], None]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import group_kinds as kinds
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of
 from holmes_ext.runtime.backend_table import traits_of
-from holmes_ext.runtime.measure.device_clock import Mark
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.sizes import Sizes
+    from holmes_ext.runtime.measure.device_clock import Mark
 
 
 class GroupTraffic:

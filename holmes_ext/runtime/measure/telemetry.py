@@ -21,14 +21,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import group_kinds as kinds
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure.device_clock import DeviceClock
 from holmes_ext.runtime.measure.on_device import OnDevice
 from holmes_ext.runtime.measure.operations import GroupTraffic, Op
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.sizes import Sizes
 
 #: Who can end a step, the most trusted last: once a later one has, those before it are not listened to.
 SOURCES = ("optimizer", "reducer", "engine", "program")

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.compress import PLAIN, Codec, ResidualMap, residual_of
+from holmes_ext.runtime.compress import PLAIN, residual_of
 from holmes_ext.runtime.groups.members import members_group
+
+if TYPE_CHECKING:
+    from holmes_ext.runtime.compress import Codec, ResidualMap
 
 #: Of a part at least, for each stream that shares it.
 STREAM_BYTES = 64 * 2**10

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
+from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of, one_hardware_queue
-from holmes_ext.runtime.groups.grid import tell
-from holmes_ext.runtime.reduce.reduction import Reduction
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
+from holmes_ext.runtime.session import tell
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.traffic import ReductionSpec
+    from holmes_ext.runtime.reduce.reduction import Reduction
 
 _ONE_QUEUE = (
     "CUDA_DEVICE_MAX_CONNECTIONS=1: the steps of a two-level reduction share one hardware queue with the "

@@ -12,15 +12,17 @@ all-reduce 0.40 s, this chain 0.27 s). NCCL's reduce() is such a chain itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from holmes_ext.runtime.backend import backend_of
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 from holmes_ext.runtime.reduce.steps import Steps
+
+if TYPE_CHECKING:
+    from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 
 #: What a rank adds and sends on at a time.
 CHUNK_BYTES = 256 * 2**10

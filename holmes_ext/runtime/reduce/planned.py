@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 
-from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import bucket_bytes as bucket_bytes_of
-from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime import hooks, session
 from holmes_ext.runtime.backend import backend_of, network_api_of
-from holmes_ext.runtime.reduce.flat_bucket import DEFAULT_BYTES
+from holmes_ext.runtime.reduce import flat_bucket
 from holmes_ext.runtime.reduce.hierarchical import hierarchical_for
-from holmes_ext.runtime.reduce.reduction import FlatReduction, Reduction
+from holmes_ext.runtime.reduce.reduction import FlatReduction
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.site import Fabric
+    from holmes_ext.plan.traffic import ReductionSpec
+    from holmes_ext.runtime.reduce.reduction import Reduction
 
 
 class PlannedReduction:
@@ -114,5 +119,5 @@ def bucket_bytes_for(
             return planned.spec.chunk_bytes
         return planned.spec.bucket_bytes
     if fabric is None:
-        return DEFAULT_BYTES
+        return flat_bucket.DEFAULT_BYTES
     return bucket_bytes_of(fabric, rank_count, size)

@@ -16,30 +16,35 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import BUCKETS_IN_FLIGHT
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.reduce import flat_bucket
-from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Gradient, Item
-from holmes_ext.runtime.reduce.owned import ReduceToOwners, Spans, merge_spans
+from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Item
+from holmes_ext.runtime.reduce.owned import ReduceToOwners, merge_spans
 from holmes_ext.runtime.reduce.planned import (
     PlannedReduction,
     bucket_bytes_for,
     check_bucket_bytes,
     planned_fabric,
 )
-from holmes_ext.runtime.reduce.reduction import CallersReduction, Reduction
+from holmes_ext.runtime.reduce.reduction import CallersReduction
 from holmes_ext.runtime.reduce.side_stream import SideStream
 from holmes_ext.runtime.reduce.steps import ReductionTimes
 from holmes_ext.runtime.watch.failure import describe_failure
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.site import Fabric
+    from holmes_ext.runtime.reduce.flat_bucket import Gradient
+    from holmes_ext.runtime.reduce.owned import Spans
+    from holmes_ext.runtime.reduce.reduction import Reduction
 
 
 class GradientReducer:

@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
+if TYPE_CHECKING:
+    from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
+
 
 
 class Reduction(Protocol):

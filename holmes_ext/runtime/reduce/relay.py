@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from holmes_ext.plan.across import CrossClusterAlgorithm
-from holmes_ext.runtime.reduce.direct import DirectExchange, Parts, wait_for
+from holmes_ext.runtime.reduce.direct import wait_for
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.across import CrossClusterAlgorithm
+    from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
 
 #: Tags: of a tree's ways, and of a ring's rounds from _UP on.
 _UP, _DOWN = 10, 11

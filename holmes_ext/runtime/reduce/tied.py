@@ -15,15 +15,18 @@ each.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from holmes_ext.plan.sizes import Sizes, tied_sums
+from holmes_ext.plan.sizes import tied_sums
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.reduce.hierarchical import hierarchical_over
-from holmes_ext.runtime.reduce.reduction import Reduction
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.sizes import Sizes
+    from holmes_ext.runtime.reduce.reduction import Reduction
 
 
 class TiedSum:

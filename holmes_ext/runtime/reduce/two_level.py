@@ -28,20 +28,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.across import CrossClusterAlgorithm
 from holmes_ext.plan.buckets import CHUNK_SHARE_BYTES, chunks_of
 from holmes_ext.runtime.compress import Residuals, codec
-from holmes_ext.runtime.reduce.direct import DirectExchange, Parts
-from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
+from holmes_ext.runtime.reduce.direct import DirectExchange
 from holmes_ext.runtime.reduce.relay import Relay
-from holmes_ext.runtime.reduce.steps import Steps, Work
+from holmes_ext.runtime.reduce.steps import Steps
 from holmes_ext.units import format_bytes
+
+if TYPE_CHECKING:
+    from holmes_ext.plan.across import CrossClusterAlgorithm
+    from holmes_ext.runtime.reduce.direct import Parts
+    from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
+    from holmes_ext.runtime.reduce.steps import Work
 
 #: A part of a tensor, and its residuals or its passage.
 Chunk = tuple[torch.Tensor, Any]

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,10 @@ from holmes_ext.plan.buckets import chunk_bytes as planned_chunk_bytes
 from holmes_ext.plan.buckets import chunks_of
 from holmes_ext.runtime.compress import Residuals, codec, residual_of
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 from holmes_ext.units import format_bytes
+
+if TYPE_CHECKING:
+    from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 
 
 class Done:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from holmes_ext.cluster.site import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of
@@ -20,6 +20,9 @@ from holmes_ext.runtime.sockets.deadline import within
 from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime.watch.nccl_errors import nccl_failures
 from holmes_ext.words import some_of
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.site import Fabric
 
 _KEY = "first_failure"
 #: Beginning of a message about bad input, in the job's store. The message alone is enough for the user.

@@ -12,9 +12,13 @@ import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from holmes_ext.cluster.site import ETHERNET, Node, Port
-from holmes_ext.runtime.session import Session
+from holmes_ext.cluster.site import ETHERNET
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.site import Node, Port
+    from holmes_ext.runtime.session import Session
 
 _SIOCGIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8913, 0x1, 0x40
 PROBE_S = 3.0

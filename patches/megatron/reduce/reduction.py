@@ -29,7 +29,7 @@ from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
 from holmes_ext.patches.megatron.reduce import gather as megatron_gather
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks
-from holmes_ext.runtime.groups.grid import tell
+from holmes_ext.runtime.session import tell
 
 #: Elements of a bucket of the DistributedDataParallel whose constructor runs now; None: megatron-core's size.
 #: The constructor's wrapper sets it. The wrappers of functions that the constructor calls read it.

@@ -10,7 +10,8 @@ from ranks import TIMEOUT_S, run_ranks
 
 from holmes_ext.runtime.backend import timeout_of
 from holmes_ext.runtime.groups.mailbox import of_pairs
-from holmes_ext.runtime.groups.members import members_group, pair_group
+from holmes_ext.runtime.groups.members import members_group
+from holmes_ext.runtime.groups.pairs import pair_group
 from holmes_ext.runtime.reduce.direct import DirectExchange
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
