@@ -451,7 +451,7 @@ def megatron_lm(folder: Path) -> Command:
     command = commands.megatron_lm(folder, find_checkout("Megatron-LM"))
     if not ON_GPUS:
         words = tuple(word for word in command.words if word != "--use-distributed-optimizer")
-        command = replace(command, words=words)
+        command = replace(command, words=words, preload=("megatron.training.training",))
     return with_arguments(command, *MEGATRON_STEPS)
 
 
@@ -524,7 +524,8 @@ def torchtitan(folder: Path) -> Command:
     """
     command = commands.torchtitan(folder, "HSDP", ranks=4)
     words = [word for word in command.words if word != "--checkpoint.load_only"]
-    return replace(command, words=(*words, "--training.steps", str(STEPS)))
+    preload = () if ON_GPUS else ("torch", "torchtitan.train")
+    return replace(command, words=(*words, "--training.steps", str(STEPS)), preload=preload)
 
 
 TORCHTITAN_JOBS = (
