@@ -20,7 +20,7 @@ import pytest
 def test_full(number):
     pass
 
-@pytest.mark.parametrize("number", range(500))
+@pytest.mark.parametrize("number", range(50))
 @pytest.mark.full(together="slow fixture")
 def test_together(number):
     pass
