@@ -22,7 +22,8 @@ from adapt_simulated import FIXED, half_mbps, step_of
 from harness import Row
 
 from holmes_ext.adapt.reductions import in_two_levels
-from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Model

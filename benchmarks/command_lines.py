@@ -26,7 +26,8 @@ from pathlib import Path
 from example_scripts import command_lines
 from harness import Row, chosen, find_checkout, finish, parser, tell, why_missing
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
 from holmes_ext.patches.megatron.command_line.flags import READ

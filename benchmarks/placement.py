@@ -28,7 +28,8 @@ from pathlib import Path
 
 from harness import Row, chosen, finish, parser, tell
 
-from holmes_ext.cluster.site import ETHERNET, Site, site_from_spec
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.plan.arrange.spread import Stages, spread
 from holmes_ext.plan.cost.links import Links

@@ -23,7 +23,8 @@ from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, all_rdma, compare, max_loss_difference
 from two_clusters import one_cluster_toml, ratio_row, step_rows
 
-from holmes_ext.cluster.site import ETHERNET, site_from_spec
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.patches.torch.features import DDP
 from holmes_ext.plan.cost.model import Model

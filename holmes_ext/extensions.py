@@ -39,7 +39,8 @@ BUILT_IN = (
 #: What an extension can contribute: the name of the contribution point -> what each object must be.
 POINTS = {
     "nic_kinds": "holmes_ext.cluster.nic.NicKind, by the name that cluster.toml gives the kind",
-    "reductions": "a function that makes a holmes_ext.runtime.reduce.reduction.Reduction",
+    "reductions": "a function that makes a holmes_ext.runtime.reduce.reduction.Reduction, or returns None: "
+    "(group, bytes, spec, device_type); it runs in place of the hierarchical all-reduce",
     "outer_algorithms": "a class of holmes_ext.join.algorithms, by the name that --holmes-outer gives it",
     "doctor_checks": "a function without parameters that returns holmes_ext.doctor.finding.Finding objects",
     "command_parts": "a module with add_arguments(parser) and run(args), by the name of an existing command",
@@ -145,8 +146,7 @@ def found() -> Found:
             if not isinstance(extension, Extension):
                 raise TypeError(f"{point.value} is not a holmes_ext.extensions.Extension")
         except Exception as error:  # whatever another package does wrong must not end a job
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            problems.append(f"extension {point.name} is left out: {reason}")
+            problems.append(_left_out(point.name, error))
         else:
             loaded.append(extension)
     _refuse_duplicates(loaded)
@@ -199,6 +199,38 @@ def contributions(point: str) -> list[Contribution]:
     ]
 
 
+def objects(point: str) -> dict[str, Any]:
+    """Import and return all objects that extensions contribute to a point, by name.
+
+    An object that cannot be imported is left out; problems() has the reason.
+    """
+    loaded = {}
+    for contribution in contributions(point):
+        try:
+            loaded[contribution.name] = contribution.load()
+        except Exception as error:  # whatever another package does wrong must not end a job
+            _note_problem(f"{contribution.reference} ({point} {contribution.name})", error)
+    return loaded
+
+
+def problems() -> list[str]:
+    """Return a line for each extension, or part of one, that is left out because it could not be loaded."""
+    return [*found().problems, *dict.fromkeys(_problems)]
+
+
+#: Lines on contributions that could not be loaded so far.
+_problems: list[str] = []
+
+
+def _note_problem(what: str, error: Exception) -> None:
+    _problems.append(_left_out(what, error))
+
+
+def _left_out(what: str, error: Exception) -> str:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"extension {what} is left out: {reason}"
+
+
 def contributed(point: str, name: str) -> Any:
     """Import and return one object that an extension contributes.
 
@@ -229,6 +261,23 @@ def patch_modules(options: Options | None = None) -> list[str]:
         if options is None or extension.is_active(options)
         for module in extension.patches
     ]
+
+
+def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
+    """Import the hooks and reductions of the extensions that have something to do in a job.
+
+    Returns:
+        Name of a hook, or "reductions" -> functions.
+    """
+    functions: dict[str, list[Callable[..., Any]]] = {}
+    for extension in found().extensions:
+        if not (extension.is_active(current.options) and extension.applies_to(current)):
+            continue
+        for name, reference in extension.hooks.items():
+            functions.setdefault(name, []).append(load(reference))
+        for reference in extension.contributions.get("reductions", {}).values():
+            functions.setdefault("reductions", []).append(load(reference))
+    return functions
 
 
 def on_options(options: Options) -> list[str]:

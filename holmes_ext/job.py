@@ -169,7 +169,7 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
     try:
         try:
             request = asked_for(options, argv)
-            extension_lines = [*extensions.found().problems, *extensions.on_options(options)]
+            extension_lines = [*extensions.problems(), *extensions.on_options(options)]
             if options.experts:
                 agreed["content of the --holmes-experts file"] = load_order(options.experts).digest
             registry.add(patches.extension_patches(options))

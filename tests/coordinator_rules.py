@@ -1,7 +1,8 @@
 """A coordinator's rules and the jobs that talk to them, with a clock of our own: for tests."""
 
+from holmes_ext.join.coordinator.coordinator import Coordinator
+from holmes_ext.join.coordinator.lock_step import LockStepRounds
 from holmes_ext.join.coordinator.reports import CheckedReport, Claim, DoneReport, Hello, ReadyReport
-from holmes_ext.join.coordinator.rules import Coordinator
 
 TIMEOUT = 30.0
 SUM = 16 * "0"
@@ -12,7 +13,7 @@ class Run:
 
     def __init__(self, *jobs, least=1, **outer):
         self.now, self.least = 100.0, least
-        self.coordinator = Coordinator(self.now)
+        self.coordinator = Coordinator(self.now, policies=(LockStepRounds,))
         self.outer = {"limit": 10.0, "weight": "tokens", **outer}
         self.fragments = {}
         for job in jobs:
@@ -38,7 +39,7 @@ class Run:
         report = ReadyReport(
             (number - 1) % 2, claims_of(self.fragments[job]), number, tokens, norm, why, salted, salt_round
         )
-        return self.coordinator.ready(job, report, self.now)
+        return self.coordinator.next_round("ready", job, report, self.now)
 
     def done(self, job, number, attempt=1, unreached=(), faults=None):
         return self.coordinator.done(
@@ -47,7 +48,7 @@ class Run:
 
     def checked(self, job, number, attempt=1, check=1, digests=None, factors=None, gap=1.0):
         """digests: of what it got from each member, all the same unless told."""
-        known = self.coordinator.rounds[number]
+        known = self.coordinator.state.rounds[number]
         names = [name for name, share in known.members.items() if share > 0]
         digests = dict.fromkeys(names, SUM) | (digests or {})
         factors = factors or {name: known.members[name] for name in names if name not in known.excluded}

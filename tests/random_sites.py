@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import random
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.plan.sizes import Sizes
 
 RATES = (10 * 10**9, 25 * 10**9, 100 * 10**9, 100 * 10**9)

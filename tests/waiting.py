@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 
 def soon(seconds: float = 20.0) -> Deadline:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.sizes import divisors
 from referee.scenes import Scene

@@ -16,7 +16,7 @@ from math import ceil, log2
 from typing import Any
 
 from holmes_ext.adapt.pipeline import GAIN, MEASURED, Trials
-from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.network import Price
 from holmes_ext.plan.cost.stage_sums import Sums

@@ -18,7 +18,7 @@ from typing import Any
 from rich.text import Text
 
 import holmes_ext
-from holmes_ext import __version__
+from holmes_ext import __version__, extensions
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.addresses import captured_addresses, egress_interface, interface_addresses
 from holmes_ext.cluster.nccl import nccl_of_node
@@ -168,7 +168,9 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     findings += [*frameworks.check_stock_versions(), *frameworks.check_others()]
     findings += frameworks.check_compilers(environ) if live else []
     findings += check_command(words, spec, os.environ) if words else []
-    versions = {"Python": platform.python_version(), "holmes_ext": __version__, **installed_versions(all_patches())}
+    findings += [found for check in extensions.objects("doctor_checks").values() for found in check()]
+    frameworks_found = installed_versions(all_patches())
+    versions = {"Python": platform.python_version(), "holmes_ext": __version__, **frameworks_found}
     node_nccl = nccl_of_node(environ, nics)
     ethernet = egress_interface("127.0.0.1") if live else ""
     node = NodeReport(node_name(os.environ), node_identity(), ethernet, nics, nccl=node_nccl)

@@ -148,7 +148,7 @@ def _rank(name: str) -> int:
 def _parse(argv):
     command = argv[0] if argv and not argv[0].startswith("-") else None
     known = commands()
-    for problem in extensions.found().problems:
+    for problem in extensions.problems():
         print(f"holmes: {problem}", file=sys.stderr)
     if command in _ELSEWHERE and command not in known:
         package, install = _ELSEWHERE[command]

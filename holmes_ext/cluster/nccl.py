@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET
 
 if TYPE_CHECKING:
+    from holmes_ext.cluster.fabric import Fabric
     from holmes_ext.cluster.nic import Nic
-    from holmes_ext.cluster.site import Fabric, Node
+    from holmes_ext.cluster.site import Node
 
 #: The value of cluster.toml's key `net` that leaves the network of a fabric's groups to NCCL.
 AUTO = "auto"

@@ -16,20 +16,22 @@ import socket
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
+from holmes_ext import extensions
 from holmes_ext.checks import Between, Each, Matches, OneOf, Satisfies, check_fields
 from holmes_ext.errors import HolmesError
 
 
 @dataclass(frozen=True)
 class NicKind:
-    """latency_s: seconds that one message waits on the wire and in the stack where cluster.toml says nothing;
-    words: of features and labels that tell it (Slurm's sites name speeds as often as InfiniBand); layer: what
-    /sys calls the link layer of its RDMA ports, "" without RDMA; color: in pictures."""
+    """Kind of NIC, such as InfiniBand."""
 
-    latency_s: float
+    latency_s: float  # seconds that one message waits on the wire and in the stack, unless cluster.toml gives it
+    #: Words in the features and labels of schedulers that mean this kind. Slurm's sites often name speeds.
     words: tuple[str, ...]
-    layer: str
-    color: str
+    layer: str  # what /sys calls the link layer of its RDMA ports; "" without RDMA
+    color: str  # in pictures
+    #: Kernel driver of its ports, if their link layer is that of another kind.
+    driver: str = ""
 
     @property
     def infiniband(self) -> bool:
@@ -46,6 +48,9 @@ KINDS: dict[str, NicKind] = {
     "roce": NicKind(4e-6, ("roce", "rocev2", "spectrum", "spectrumx"), "Ethernet", "#2a9d8f"),
     "ethernet": NicKind(30e-6, ("ethernet", "eth", "tcp"), "", "#d62728"),
 }  # fmt: skip
+# Ethernet stays last, since it is the slowest.
+KINDS = {**{name: kind for name, kind in KINDS.items() if name != "ethernet"},
+         **extensions.objects("nic_kinds"), "ethernet": KINDS["ethernet"]}
 GID_TYPES = ("ib", "roce_v1", "roce_v2")
 DEFAULT_SUBNET_PREFIX = "fe80:0000:0000:0000"  # what a subnet manager uses unless it is configured
 #: A device's name: printable ASCII without space and slash, as the kernel's are.

@@ -21,9 +21,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
 from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.cluster.site import ETHERNET, REPORTS, Fabric, Node, Port, Site, fabrics_of_spec
+from holmes_ext.cluster.site import REPORTS, Node, Port, Site, fabrics_of_spec
 from holmes_ext.cluster.spec import ClusterSpec, NodeOverride, SiteSpec
 from holmes_ext.cluster.sysfs.node import select
 from holmes_ext.errors import HolmesError

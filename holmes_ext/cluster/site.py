@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.wan import Hop, Wan
 from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
@@ -23,26 +24,8 @@ from holmes_ext.errors import HolmesError
 if TYPE_CHECKING:
     from holmes_ext.cluster.spec import SiteSpec
 
-ETHERNET = "ethernet"
 #: A site's source where there is no cluster.toml.
 REPORTS = "the nodes' own reports"
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """A network over which any two of its nodes can talk. rate_bps: bits/s of a node, each way; latency_s:
-    seconds; net: NCCL's name of it where a plugin carries it, "auto": NCCL chooses, "": its IB or Socket."""
-
-    name: str
-    kind: str
-    rate_bps: int
-    latency_s: float
-    net: str = field(default="", kw_only=True)
-
-    @property
-    def preference(self) -> tuple[int, bool, str]:
-        """The greatest is the one to use; at equal rates RDMA goes before Ethernet."""
-        return self.rate_bps, self.name != ETHERNET, self.name
 
 
 @dataclass(frozen=True)

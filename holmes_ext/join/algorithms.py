@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from holmes_ext import extensions
 from holmes_ext.join.orthogonal import Matrices
 
 if TYPE_CHECKING:
@@ -208,3 +209,4 @@ ALGORITHMS: dict[str, type[DiLoCo]] = {
     "average": Average,
     "muon": Muon,
 }
+ALGORITHMS |= extensions.objects("outer_algorithms")

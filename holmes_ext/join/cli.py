@@ -11,6 +11,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
+from holmes_ext import extensions
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import PORT
@@ -85,7 +86,8 @@ def _serve(args: argparse.Namespace) -> int:
     token, file = served_token(os.environ, args.port)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank behind NAT
-    server = CoordinatorServer(args.host, args.port, _credentials(token, args), _tell, relay)
+    server = CoordinatorServer(args.host, args.port, _credentials(token, args), _tell, relay,
+                               services=list(extensions.objects("join_services").values()))
     where = f"; the token is in {file}" if file is not None else ""
     print(f"holmes: jobs meet at port {server.port} of this host{where}", flush=True)
     if file is not None and sys.stdout.isatty():

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site
 from holmes_ext.join.simulated_rounds import JoinedJob, simulate_round
 from holmes_ext.plan.across import hop_loads
 from holmes_ext.plan.cost.reductions.two_levels import SHARES

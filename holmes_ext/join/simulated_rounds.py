@@ -16,7 +16,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site
 from holmes_ext.planner.simulate.events import Op, Simulation, Transfer, Transfers
 
 #: Two are played, and the second is measured: before the first all jobs begin at once.

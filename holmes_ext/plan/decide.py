@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.buckets import FEWEST, SMALLEST_BYTES

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holmes_ext import extensions
-from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site
 from holmes_ext.options import Options
 from holmes_ext.plan.buckets import bucket_bytes
 from holmes_ext.plan.cost.network import Network

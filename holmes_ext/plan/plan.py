@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import Table, digest_of, load_json, parse_json, save, with_digest
 from holmes_ext.errors import HolmesError

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.fabric import Fabric
 
 if TYPE_CHECKING:
     from holmes_ext.plan.across import CrossClusterAlgorithm

@@ -6,33 +6,30 @@ extensions have nothing to do, so the job does not import them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-from holmes_ext import extensions
 
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
+    from holmes_ext.plan.traffic import ReductionSpec
     from holmes_ext.runtime.measure.stage import Stage
+    from holmes_ext.runtime.reduce.reduction import Reduction
     from holmes_ext.runtime.session import Session
 
-_functions: dict[str, list[Callable[..., Any]]] = {name: [] for name in extensions.HOOKS}
+_functions: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
 
 
-def activate(current: Session) -> None:
-    """Import the hooks of the extensions that have something to do in this job."""
-    for extension in extensions.found().extensions:
-        if extension.is_active(current.options) and extension.applies_to(current):
-            for name, reference in extension.hooks.items():
-                _functions[name].append(extensions.load(reference))
+def activate(functions: Mapping[str, list[Callable[..., Any]]]) -> None:
+    """Call these functions from now on: by the name of their hook in holmes_ext.extensions.HOOKS."""
+    _functions.update(functions)
 
 
 def deactivate(reason: str) -> None:
     """Call on_stop of the extensions with the reason, and forget all hooks."""
-    for function in _functions["on_stop"]:
+    for function in list(_functions["on_stop"]):
         function(reason)
-    for functions in _functions.values():
-        functions.clear()
+    _functions.clear()
 
 
 def follow_steps() -> bool:
@@ -65,6 +62,24 @@ def on_reduction(current: Session, ranks: tuple[int, ...], network_api: str, red
     """Tell the extensions that a reducer is about to sum the gradients of a step over `ranks`."""
     for function in _functions["on_reduction"]:
         function(current, ranks, network_api, reducer)
+
+
+def reduction_for(group: Any, size: int, spec: ReductionSpec, device_type: str) -> Reduction | None:
+    """Return the reduction that an extension makes for a group; None if no extension makes one.
+
+    All ranks of the group must call this function.
+
+    Args:
+        group: The process group.
+        size: Bytes of gradients that the group sums in a step.
+        spec: What the plan says of the group's reduction.
+        device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
+    """
+    for make in _functions["reductions"]:
+        reduction: Reduction | None = make(group, size, spec, device_type)
+        if reduction is not None:
+            return reduction
+    return None
 
 
 def on_checkpoint() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from holmes_ext.errors import RemoteError
 from holmes_ext.runtime import session
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
     from holmes_ext.errors import HolmesError

@@ -15,7 +15,8 @@ from holmes_ext.runtime.groups.transport import Transport, transport_on
 from holmes_ext.words import tell_user
 
 if TYPE_CHECKING:
-    from holmes_ext.cluster.site import Fabric, Node, Site
+    from holmes_ext.cluster.fabric import Fabric
+    from holmes_ext.cluster.site import Node, Site
     from holmes_ext.options import Options
     from holmes_ext.plan.cost.model import Model
     from holmes_ext.plan.plan import Plan

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from launches import Log, recorded
 from ranks import run_ranks
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry, all_patches
 from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level

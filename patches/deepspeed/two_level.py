@@ -104,7 +104,7 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
         HolmesError: The option --holmes-compress int8 is set. It does not work with DeepSpeed's buckets.
     """
     # Imported here, where torch has been loaded already.
-    from holmes_ext.runtime.reduce.hierarchical import hierarchical_for
+    from holmes_ext.runtime.reduce.planned import hierarchical_for
 
     spec = _planned_specs.get(group)
     if spec is None:

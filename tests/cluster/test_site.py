@@ -4,7 +4,8 @@ from dataclasses import replace
 import clusters
 import pytest
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, site_from_spec
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site, site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 

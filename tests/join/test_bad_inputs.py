@@ -37,7 +37,7 @@ from holmes_ext.join.sockets import documents
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import Credentials, call
 from holmes_ext.join.token import token_from
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 SEED = os.environ.get("HOLMES_TEST_SEED", "33")
 CREDENTIALS = Credentials(TOKEN)

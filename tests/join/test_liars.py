@@ -18,7 +18,7 @@ from joined_jobs import coordinator, in_threads, joined_of
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.settings import parse_outer
 from holmes_ext.runtime.compress import Codec
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 from integration_tests.jobs import some
 
 HONEST = ("east", "north", "west")

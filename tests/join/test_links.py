@@ -15,7 +15,7 @@ from holmes_ext.join.peers import transfer
 from holmes_ext.join.peers.links import PeersFailed, lanes_for, split
 from holmes_ext.join.peers.listening import open_port
 from holmes_ext.join.peers.routes import Peer
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_invented_jobs_are_bounded():
     run = Run("east", "west")
     for number in range(200):
         run.hello("zero", peers=[f"ghost{number}x{k}" for k in range(64)])
-    assert len(run.coordinator._awaited) <= 4096
+    assert len(run.coordinator._membership._awaited._since) <= 4096
 
 
 @pytest.mark.parametrize("is_ready", [True, False])
@@ -117,7 +117,7 @@ def test_who_lets_the_others_wait_round_after_round_sits_out(is_ready):
 
 def test_who_is_back_for_good_sits_nothing_out():
     run = Run("east", "west", "zero")
-    member = run.coordinator.members["zero"]
+    member = run.coordinator.state.members["zero"]
     member.in_vain = 2
     run.whole_round(1, "east", "west", "zero")
     assert member.in_vain == 0
@@ -130,10 +130,10 @@ def test_who_is_back_for_good_sits_nothing_out():
 @pytest.mark.parametrize("incarnation", ["1", "2"])
 def test_who_says_hello_again_sits_out_all_the_same(incarnation):
     run = Run("east", "west", "zero")
-    run.coordinator.members["zero"].in_vain, run.coordinator.members["zero"].rests_until = 5, 40
+    run.coordinator.state.members["zero"].in_vain, run.coordinator.state.members["zero"].rests_until = 5, 40
     run.coordinator.gone("zero", "1", "over")
     run.hello("zero", incarnation)
-    member = run.coordinator.members["zero"]
+    member = run.coordinator.state.members["zero"]
     assert (member.in_vain, member.rests_until) == (5, 40)
 
 

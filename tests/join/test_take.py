@@ -14,8 +14,8 @@ from holmes_ext.join.shards.ownership import RankRange
 from holmes_ext.join.shards.state import OuterState, Pending
 from holmes_ext.join.shards.weights import Part, Tensor, Weights
 from holmes_ext.join.sockets.channel import Channel
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import deadline as deadlines
-from holmes_ext.runtime.sockets.deadline import Deadline
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 import random_sites
 from clusters import example
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links

@@ -16,7 +16,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.compress import BLOCK, PLAIN, Bf16, Int8, Residuals, codec, residual_of
-from holmes_ext.runtime.reduce.hierarchical import hierarchical_for
+from holmes_ext.runtime.reduce.planned import hierarchical_for
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 

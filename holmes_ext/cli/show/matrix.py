@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site
 from holmes_ext.units import format_rate, format_seconds
 
 

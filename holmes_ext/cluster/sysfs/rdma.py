@@ -27,7 +27,9 @@ _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) Gb/sec \(.{1,40}\)")
 #: By what /sys calls it, and whether the port is InfiniBand's.
 _GID_TYPES = {("IB/RoCE v1", True): "ib", ("IB/RoCE v1", False): "roce_v1", ("RoCE v2", False): "roce_v2"}
 #: By what /sys calls their link layer.
-_KINDS = {kind.layer: name for name, kind in KINDS.items() if kind.layer}
+_KINDS = {kind.layer: name for name, kind in KINDS.items() if kind.layer and not kind.driver}
+#: Kinds that only the driver tells from another one.
+_KINDS_BY_DRIVER = {kind.driver: name for name, kind in KINDS.items() if kind.driver}
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 
 
@@ -62,6 +64,7 @@ def _read_port(tree: Tree, hca: str, port: int, n_ports: int, kind: str,
     top = f"class/infiniband/{hca}"
     path, physical = f"{top}/ports/{port}", "device" in tree.names(top)  # soft-RoCE has none
     function = read_function(tree, top) if physical else Function()
+    kind = _KINDS_BY_DRIVER.get(function.driver, kind)
     state, phys_state = _states(tree, path)
     gids = _gids(tree, path, kind)
     netdevs, members = _netdevs(tree, f"{top}/device" if physical else "", port, n_ports, kind, gids, devices)

@@ -1,264 +1,260 @@
-"""Which jobs are in the run, and which of them are behind. Pure: no clock, no network.
+"""Which jobs are in the run. Pure: no clock, no network.
 
-    hello   -> accepted, or an error          (models, shards and settings must agree; a name is taken once)
-    enter   -> in, or behind, when `min` jobs are there
+    hello   -> accepted, or an error: models, shards and settings must agree; a name is taken once
+    enter   -> in, or behind (take these fragments first), when `min` jobs are there
 
-What counts is the version of a fragment: the round in which it was last stepped. What most of the current
-jobs have is the truth (consensus.py); a job that has something else, whatever the reason (late, new, an older
-checkpoint, a message lost, a lie), takes the fragment from one that has it. So the coordinator keeps nothing
-that its jobs do not know, and may be restarted.
+A job is gone when its connection is closed, or when it has been silent for its timeout.
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import statistics
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.coordinator.consensus import agreed_claim, same
-from holmes_ext.join.coordinator.reports import Claim, Hello
-from holmes_ext.join.coordinator.state import HEARTBEAT_S, Member, RoundState, difference
+from holmes_ext.join.coordinator.awaited import AwaitedPeers
+from holmes_ext.join.coordinator.replies import Reply
+from holmes_ext.join.coordinator.reports import Hello
+from holmes_ext.join.coordinator.rounds import Rounds
+from holmes_ext.join.coordinator.state import HEARTBEAT_S, MOST_JOBS, Member, RunState, patience_s
+from holmes_ext.join.coordinator.versions import Versions
 
-Reply = dict[str, Any]
-#: Jobs in a run at a time, and gone ones that are remembered.
-MOST_JOBS = 64
-#: Rounds that a job may be ahead of most: more than a run makes. Without it one that says reports.MOST would
-#: leave no numbers for the next rounds.
+#: Rounds that a job may be ahead of most: more than a run makes. Without it one that says
+#: reports.MOST would leave no numbers for the next rounds.
 _AHEAD = 2**32
-
-
-class NotHere(Exception):
-    """The job has to say hello (again)."""
+#: Other jobs that ask for the name of one job, and are remembered.
+_MOST_RIVALS = 8
 
 
 class Membership:
-    """`events` are lines for the log: what was decided, in order."""
+    """Accepts jobs into the run, and notes when they are gone."""
 
-    def __init__(self, now: float):
-        self.members: dict[str, Member] = {}
-        self.number = 0
-        self.rounds: dict[int, RoundState] = {}  # by number
-        # Of each fragment, the last round in which it was stepped; not known for those from before a restart.
-        self.committed: dict[int, int] = {}
-        # Whether a round of several jobs was one of them.
-        self.together = False
-        # After a restart: jobs that others know of, and since when they are waited for.
-        self._awaited: dict[str, float] = {}
-        self.events: list[str] = []
-        self.started = now
-        self._order = 0
-        self._secret = secrets.token_bytes(32)
+    def __init__(self, state: RunState, rounds: Rounds, versions: Versions, awaited: AwaitedPeers):
+        self._state = state
+        self._rounds = rounds
+        self._versions = versions
+        self._awaited = awaited
+        self._last_order = 0
 
     def hello(self, name: str, incarnation: str, hello: Hello, now: float) -> Reply | None:
-        """None while another job of this name may only seem to be there (no power, a cut link): a heartbeat
-        tells within HEARTBEAT_S that it lives, look() that it is gone."""
-        old = self.members.get(name)
-        if old is not None and old.state != "gone" and old.incarnation != incarnation:
-            self._wait_for_rival(old, incarnation, now)
+        """Accept a job that is new, or whose connection or coordinator was lost.
+
+        Returns:
+            The round and the job's state. None while another job of this name may only seem to be
+            there (no power, a cut link): a heartbeat shows within HEARTBEAT_S that it lives, look()
+            that it is gone.
+
+        Raises:
+            HolmesError: The name is taken, the run is full, or the job differs from the others.
+        """
+        state = self._state
+        predecessor = state.members.get(name)
+        if (
+            predecessor is not None
+            and predecessor.state != "gone"
+            and predecessor.incarnation != incarnation
+        ):
+            self._wait_for_rival(predecessor, incarnation, now)
             return None
-        self._refuse_what_differs(name, hello)
-        if hello.entered and hello.round > self.number and self._may_be_restarted(name, now):
-            self.forget_rounds()
-        self._order += 1
-        new = Member(name, incarnation, hello, list(hello.claims), self._order, now, now)
-        if hello.entered:  # it lost the connection, or the coordinator was restarted
-            new.state, new.current = "in", not self.committed
-            if old is not None and old.incarnation == incarnation:
-                new.state, new.order, new.rounds, new.missed = "late", old.order, old.rounds, old.missed
-                new.current = old.current
-        if old is not None:
-            new.in_vain, new.rests_until = old.in_vain, old.rests_until
-        self.members[name] = new
+        self._refuse_if_different(name, hello)
+        if hello.entered and hello.round > state.number and self._may_be_restarted(name, now):
+            self._rounds.forget()
+        member = self._new_member(name, incarnation, hello, predecessor, now)
+        state.members[name] = member
         self._forget_gone()
-        self._awaited.pop(name, None)
-        if not self.committed:
-            rounds = [member.hello.round for member in self._present()]
-            self.number = min(max(self.number, *rounds), statistics.median_low(rounds) + _AHEAD)
-        if now - self.started < self._patience_for_peers_s():
-            for peer in hello.peers:
-                if peer not in self.members and len(self._awaited) < MOST_JOBS**2:
-                    self._awaited.setdefault(peer, now)
-        self.events.append(f"job {name} is here ({len(hello.addresses)} ranks, {new.state})")
-        return {"verdict": "hello", "round": self.number, "state": new.state}
-
-    def _may_be_restarted(self, name: str, now: float) -> bool:
-        """Whether there is but a new job, which began alone before those that are in the run."""
-        others = [other for other in self._present() if other.name != name]
-        return bool(others) and not self.together and now - self.started < self.patience_s(others)
-
-    def forget_rounds(self) -> None:
-        """What was committed here is not the run's."""
-        self.committed.clear()
+        self._awaited.arrived(name)
+        if not state.committed:
+            rounds = [other.hello.round for other in state.present()]
+            state.number = min(max(state.number, *rounds), statistics.median_low(rounds) + _AHEAD)
+        self._awaited.expect(hello.peers, now)
+        state.events.append(f"job {name} is here ({len(hello.addresses)} ranks, {member.state})")
+        return {"verdict": "hello", "round": state.number, "state": member.state}
 
     def enter(self, name: str, now: float) -> Reply | None:
-        """Whether the job may begin, and with whose weights. HolmesError: fewer than its `min` jobs came."""
-        member = self.member(name)
-        others = self._present()
-        if len(others) < member.hello.min:
+        """Let a job begin once enough jobs are there.
+
+        Returns:
+            The round after which the job begins, and what it takes from another job before. None:
+            it waits.
+
+        Raises:
+            HolmesError: Fewer than the job's `min` jobs came within its timeout.
+        """
+        state = self._state
+        member = state.member(name)
+        present = state.present()
+        if len(present) < member.hello.min:
             if now - member.since > member.hello.timeout:
-                have = ", ".join(other.name for other in others)
-                raise HolmesError(
-                    f"job {name!r} has waited {member.hello.timeout:.0f} s for min={member.hello.min} jobs, "
-                    f"but there {'is' if len(others) == 1 else 'are'} only {have}; start the others, or give"
-                    f" --holmes-outer min={len(others)}"
-                )
+                raise HolmesError(_too_few_jobs(member, [other.name for other in present]))
             return None
-        first = not any(other.current for other in others)
-        for other in others:  # all that wait begin together, whoever asks first
+        is_first = not any(other.current for other in present)
+        for other in present:  # all that wait begin together, whoever asks first
             if other.state == "waiting":
-                other.state, other.expected_from, other.current = "in", self.number + 1, first
-        behind = self.behind(member)
-        self.events.append(
-            f"job {name} begins" + (f", with the weights of {behind['from']}" if behind else "")
-        )
+                other.state = "in"
+                other.expected_from = state.number + 1
+                other.current = is_first
+        correction = self._versions.correction(member)
+        donor = f", with the weights of {correction['from']}" if correction else ""
+        state.events.append(f"job {name} begins" + donor)
         # Another that began with it may have opened the next round already, and waits there.
-        return {**(behind or {"verdict": "in"}), "round": member.expected_from - 1}
+        return {**(correction or {"verdict": "in"}), "round": member.expected_from - 1}
 
     def gone(self, name: str, incarnation: str, why: str) -> None:
-        """Its connection was closed, or it says that it ends."""
-        member = self.members.get(name)
+        """Note that a job's connection was closed, or that the job says that it ends."""
+        member = self._state.members.get(name)
         if member is not None and member.incarnation == incarnation and member.state != "gone":
             member.state = "gone"
-            self.events.append(f"job {name} is gone: {why}")
+            self._state.events.append(f"job {name} is gone: {why}")
 
-    def heartbeat(self, name: str, incarnation: str, telemetry: dict[str, float], now: float) -> None:
-        member = self.members.get(name)
+    def heartbeat(
+        self, name: str, incarnation: str, telemetry: dict[str, float], now: float
+    ) -> None:
+        """Note that a job lives, with the figures that it reports."""
+        member = self._state.members.get(name)
         if member is not None and member.incarnation == incarnation:
-            member.heard, member.telemetry = now, telemetry
+            member.heard = now
+            member.telemetry = telemetry
 
     def look(self, now: float) -> None:
-        """Whoever has been silent for its timeout is gone."""
-        for member in self.members.values():
-            silent = now - member.heard
-            if member.state != "gone" and silent > max(member.hello.timeout, 3 * HEARTBEAT_S):
-                self.gone(member.name, member.incarnation, f"nothing heard for {silent:.0f} s")
+        """Give up each job that has been silent for its timeout."""
+        for member in self._state.members.values():
+            silent_s = now - member.heard
+            if member.state != "gone" and silent_s > max(member.hello.timeout, 3 * HEARTBEAT_S):
+                self.gone(member.name, member.incarnation, f"nothing heard for {silent_s:.0f} s")
 
-    def member(self, name: str) -> Member:
-        """NotHere where the job is not, or no more."""
-        member = self.members.get(name)
-        if member is None or member.state == "gone":
-            raise NotHere(name)
-        return member
+    def maps_of(self, asking: str, name: str) -> Reply:
+        """Return what job `asking` needs to exchange with job `name`: its shares and addresses.
 
-    def maps_of(self, asks: str, name: str) -> Reply:
-        """What job `asks` must know of job `name` to exchange with it."""
-        self.member(asks)
-        member = self.members.get(name)
+        Raises:
+            NotInRun: Job `asking` is not in the run.
+        """
+        self._state.member(asking)
+        member = self._state.members.get(name)
         if member is None:
             return {"verdict": "void", "why": f"there is no job {name} any more"}
-        hello = member.hello
-        return {"verdict": "maps", "incarnation": member.incarnation, "maps": hello.maps,
-                "addresses": hello.addresses}
+        return {
+            "verdict": "maps",
+            "incarnation": member.incarnation,
+            "maps": member.hello.maps,
+            "addresses": member.hello.addresses,
+        }
 
-    def salt(self, *of: object) -> str:
-        """What nobody can know before it is told."""
-        text = "salt " + " ".join(map(str, of))
-        return hmac.new(self._secret, text.encode(), "sha256").hexdigest()[:16]
-
-    # Who has what
-
-    def truth(self, fragment: int, among: Iterable[Member] | None = None) -> Claim | None:
-        """What a fragment is, of what the current jobs claim; of what all do where none is current."""
-        here = sorted((m for m in (among or self.members.values()) if m.here), key=lambda m: m.order)
-        trusted = [m for m in here if m.current] or here
-        claims = [m.claims[fragment] for m in trusted]
-        return agreed_claim(claims, self.committed.get(fragment), self.number)
-
-    def behind(self, member: Member) -> Reply | None:
-        """What to take, and from whom, where others have what is true and this job has not."""
-        others = sorted(
-            (m for m in self.members.values() if m.here and m is not member), key=lambda m: m.order
+    def _new_member(
+        self, name: str, incarnation: str, hello: Hello, predecessor: Member | None, now: float
+    ) -> Member:
+        """Return a job that has just said hello, with what is remembered of its predecessor."""
+        self._last_order += 1
+        member = Member(
+            name=name,
+            incarnation=incarnation,
+            hello=hello,
+            claims=list(hello.claims),
+            order=self._last_order,
+            since=now,
+            heard=now,
         )
-        donors: dict[str, list[int]] = {}
-        for fragment, claim in enumerate(member.claims):
-            truth = self.truth(fragment)
-            if truth is None or same(claim, truth):
-                continue
-            for other in others:
-                if same(other.claims[fragment], truth):
-                    donors.setdefault(other.name, []).append(fragment)
-        trusted = {name: donors[name] for name in donors if name not in member.avoids} or donors
-        if not trusted:
-            return None
-        name = max(trusted, key=lambda name: (len(trusted[name]), -self.members[name].order))
-        donor, fragments = self.members[name], trusted[name]
-        member.took.update(dict.fromkeys(fragments, name))
-        reply: Reply = {"from": name, "incarnation": donor.incarnation, "fragments": fragments}
-        reply["versions"] = [donor.claims[fragment].version for fragment in fragments]
-        return {"verdict": "behind", "round": self.number, **reply}
+        if hello.entered:  # it lost the connection, or the coordinator was restarted
+            member.state = "in"
+            member.current = not self._state.committed
+        if predecessor is None:
+            return member
+        if hello.entered and predecessor.incarnation == incarnation:
+            member.state = "late"
+            member.order = predecessor.order
+            member.rounds = predecessor.rounds
+            member.missed = predecessor.missed
+            member.current = predecessor.current
+        member.in_vain = predecessor.in_vain
+        member.rests_until = predecessor.rests_until
+        return member
 
-    def claim(self, member: Member, claims: Iterable[Claim]) -> None:
-        """What a job says that it has. HolmesError: a version that cannot exist, unless from a run that is
-        over (then it is told, once, to take what is true)."""
-        member.claims = list(claims)
-        for fragment, claim in enumerate(member.claims):
-            known = member.current or member.corrected
-            if known and claim.version > self.committed.get(fragment, claim.version):
-                last = self.committed[fragment]
-                raise HolmesError(
-                    f"fragment {fragment} cannot be of round {claim.version}: it was last stepped in round "
-                    f"{last}"
-                )
-        for fragment, donor in list(member.took.items()):
-            truth = self.truth(fragment)
-            if truth is not None and member.claims[fragment].version == truth.version:
-                del member.took[fragment]
-                if not same(member.claims[fragment], truth):
-                    member.avoids.add(donor)
-                    self.events.append(f"job {donor} gave job {member.name} other weights than it has")
-        if not member.current and self.behind(member) is None:
-            member.current = True
+    def _may_be_restarted(self, name: str, now: float) -> bool:
+        """Return whether the run of the job `name` takes the place of this one.
 
-    def gathering(self, now: float) -> bool:
-        """After a restart: whether jobs are awaited without whom it cannot be known what most have."""
-        return not self.committed and self.awaits_peers(now)
+        That is so after a restart if the others are new, and began alone before the run's jobs
+        came.
+        """
+        state = self._state
+        others = [other for other in state.present() if other.name != name]
+        if not others or state.has_joint_commit:
+            return False
+        return now - state.started < patience_s(others)
 
-    def awaits_peers(self, now: float) -> bool:
-        """After a restart: whether jobs that others know of may still come."""
-        patience_s = self._patience_for_peers_s()
-        return any(now < since + patience_s for since in self._awaited.values())
+    def _wait_for_rival(self, member: Member, incarnation: str, now: float) -> None:
+        """Note that another incarnation asks for the name of a job.
 
-    def _patience_for_peers_s(self) -> float:
-        """Not what one job says, which may know of jobs that are none."""
-        return statistics.median_low(member.hello.timeout for member in self._present())
+        Raises:
+            HolmesError: The job has been heard since, so the name is taken.
+        """
+        if incarnation not in member.rivals:
+            remembered = list(member.rivals.items())[1 - _MOST_RIVALS :]
+            member.rivals = {**dict(remembered), incarnation: now}
+            heard_ago = now - member.heard
+            self._state.events.append(
+                f"another job asks for the name {member.name}, heard {heard_ago:.0f} s ago: waiting"
+            )
+        if member.heard > member.rivals[incarnation]:
+            raise HolmesError(
+                f"there is a job named {member.name!r} in this run already; join by another name"
+            )
 
-    def patience_s(self, members: Iterable[Member]) -> float:
-        """How long these wait for each other: no single job decides."""
-        return statistics.median_high(member.hello.timeout for member in members)
-
-    def least(self, members: Iterable[Member]) -> int:
-        """Jobs that a round of these needs: what most of them ask for, and half of those that are there."""
-        asked = statistics.median_high(member.hello.min for member in members)
-        return max(asked, -(-len([m for m in self.members.values() if m.here]) // 2))
-
-    def _present(self) -> list[Member]:
-        return [member for member in self.members.values() if member.state != "gone"]
-
-    def _wait_for_rival(self, old: Member, incarnation: str, now: float) -> None:
-        if incarnation not in old.rivals:
-            old.rivals = {**dict(list(old.rivals.items())[-7:]), incarnation: now}
-            ago = now - old.heard
-            self.events.append(f"another job asks for the name {old.name}, heard {ago:.0f} s ago: waiting")
-        if old.heard > old.rivals[incarnation]:
-            raise HolmesError(f"there is a job named {old.name!r} in this run already; join by another name")
-
-    def _refuse_what_differs(self, name: str, hello: Hello) -> None:
-        others = [other for other in self._present() if other.name != name]
+    def _refuse_if_different(self, name: str, hello: Hello) -> None:
+        """Raise HolmesError if the run is full, or the job differs from the others."""
+        others = [other for other in self._state.present() if other.name != name]
         if len(others) >= MOST_JOBS:
             raise HolmesError(f"job {name!r} cannot join: there are {len(others)} jobs already")
         for other in others:
             if text := difference(hello.agreed, other.hello.agreed, other.name):
-                raise HolmesError(f"job {name!r} cannot join: it differs from job {other.name!r} in {text}")
+                raise HolmesError(
+                    f"job {name!r} cannot join: it differs from job {other.name!r} in {text}"
+                )
             if hello.totals != other.hello.totals or len(hello.claims) != len(other.claims):
                 raise HolmesError(
-                    f"job {name!r} cannot join: it has other numbers of elements than job {other.name!r}"
+                    f"job {name!r} cannot join: it has other numbers of elements than job "
+                    f"{other.name!r}"
                 )
 
     def _forget_gone(self) -> None:
-        needed = {name for known in self.rounds.values() if not known.outcome for name in known.ready}
-        gone = [m for m in self.members.values() if m.state == "gone" and m.name not in needed]
+        """Forget the earliest of the jobs that are gone, except those of an open round."""
+        members = self._state.members
+        open_rounds = [each for each in self._state.rounds.values() if not each.outcome]
+        needed = {name for round_state in open_rounds for name in round_state.ready_reports}
+        gone = [m for m in members.values() if m.state == "gone" and m.name not in needed]
         for member in sorted(gone, key=lambda member: member.order)[:-MOST_JOBS]:
-            del self.members[member.name]
+            del members[member.name]
+
+
+def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str:
+    """Return in which settings a new job differs from job `name`; "": in none.
+
+    Settings that are tables themselves are compared key by key.
+    """
+    differences = []
+    for key in sorted({*ours, *theirs}):
+        our_value, their_value = ours.get(key), theirs.get(key)
+        if our_value == their_value:
+            continue
+        if isinstance(our_value, Mapping) and isinstance(their_value, Mapping):
+            for part in sorted({*our_value, *their_value}):
+                if our_value.get(part) != their_value.get(part):
+                    our_text, their_text = _short(our_value, part), _short(their_value, part)
+                    differences.append(f"{key} {part} ({our_text} here, {their_text} in {name})")
+        else:
+            differences.append(f"{key} ({our_value!r:.80} here, {their_value!r:.80} in {name})")
+    more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+    return ", ".join(differences[:4]) + more
+
+
+def _short(table: Mapping[str, Any], key: str) -> str:
+    return str(table.get(key, "none"))[:200]
+
+
+def _too_few_jobs(member: Member, names: list[str]) -> str:
+    """Return the error of a job that has waited for others in vain; names: the jobs that came."""
+    verb = "is" if len(names) == 1 else "are"
+    return (
+        f"job {member.name!r} has waited {member.hello.timeout:.0f} s for min={member.hello.min} "
+        f"jobs, but there {verb} only {', '.join(names)}; start the others, or give"
+        f" --holmes-outer min={len(names)}"
+    )

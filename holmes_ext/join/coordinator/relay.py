@@ -24,7 +24,7 @@ from typing import Any
 
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import bare
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 BUFFER_BYTES = 2**18
 #: Pairs whose bytes are relayed at a time.

@@ -205,11 +205,11 @@ def next_from(document: dict[str, Any], fragments: int) -> NextReport:
     return NextReport(claims, {offer.fragment: offer for offer in offers})
 
 
-def done_from(document: dict[str, Any], _: int) -> DoneReport:
+def done_from(document: dict[str, Any]) -> DoneReport:
     return _read(DoneReport, Table(document, "the report of a job that is done"))
 
 
-def checked_from(document: dict[str, Any], _: int) -> CheckedReport:
+def checked_from(document: dict[str, Any]) -> CheckedReport:
     return _read(CheckedReport, Table(document, "the report of a job that has checked"))
 
 

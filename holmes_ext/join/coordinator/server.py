@@ -8,9 +8,9 @@ connections for each job.
     reachable   whether the caller's port can be called
     standby, relay    of ranks that cannot be called (relay.py)
 
-All decisions are rules.Coordinator's. A connection speaks for the job that its handshake named, with the
-secret of which the incarnation is a hash, so that no job speaks for another, not even where the coordinator
-has just been restarted. A job whose report cannot be true is dropped.
+All decisions are those of coordinator.Coordinator. A connection speaks for the job that its handshake named,
+with the secret of which the incarnation is a hash, so that no job speaks for another, not even where the
+coordinator has just been restarted. A job whose report cannot be true is dropped.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from __future__ import annotations
 import hmac
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import incarnation_of, is_name, ticket
 from holmes_ext.join.coordinator.client import IDLE_S, POLL_S
-from holmes_ext.join.coordinator.membership import NotHere
+from holmes_ext.join.coordinator.coordinator import Coordinator
+from holmes_ext.join.coordinator.lock_step import LockStepRounds
 from holmes_ext.join.coordinator.relay import PeerRelay
 from holmes_ext.join.coordinator.reports import (
     TELEMETRY,
     checked_from,
     done_from,
     hello_from,
-    next_from,
-    ready_from,
     telemetry_from,
 )
-from holmes_ext.join.coordinator.rolling import RollingCoordinator
+from holmes_ext.join.coordinator.rolling import RollingRounds
+from holmes_ext.join.coordinator.state import NotInRun
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import (
     HANDSHAKE_S,
@@ -46,11 +47,13 @@ from holmes_ext.join.sockets.handshake import (
     connect,
     printable,
 )
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets.addresses import listen, network_of
-from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.listener import Guest, Listener
 from holmes_ext.words import why
 
+#: Starts something beside the coordinator; the context manager ends it.
+Service = Callable[["CoordinatorServer"], AbstractContextManager[object]]
 #: Why a job is gone that said nothing.
 CLOSED = "its connection was closed"
 #: Lines of the log that `holmes join status` can show.
@@ -66,17 +69,24 @@ _LONGEST = 64 * 2**20
 _SECRETS, _COMPLAINTS, _COMPLAINTS_IN_ALL = 1024, 5, 60
 #: Connections of jobs at a time: two, and one for each rank that cannot be called.
 _ADMITTED = 8192
-#: How a report is read, and what decides by it.
-_REPORTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "ready": (ready_from, RollingCoordinator.ready), "next": (next_from, RollingCoordinator.next),
-    "done": (done_from, RollingCoordinator.done), "checked": (checked_from, RollingCoordinator.checked),
-}  # fmt: skip
 #: Seconds to find out whether a rank can be called.
 _CALL_BACK_S = 2.0
 
 
 class CoordinatorServer:
-    """Listens from construction on; serve() runs until close(). HolmesError: no such address."""
+    """The coordinator of one run on a port, which listens from construction on.
+
+    Args:
+        host: Address to listen on; "": all addresses of this host.
+        port: 0: any free one; the attribute `port` is the one that was chosen.
+        tell: Called with each line for the log.
+        services: What else runs beside the coordinator. Each is called with this server when serve() begins,
+            and the context manager that it returns is open until serve() ends. A service reads the run from
+            status(), in threads of its own; nothing waits for it.
+
+    Raises:
+        HolmesError: The address cannot be listened on.
+    """
 
     def __init__(
         self,
@@ -85,11 +95,13 @@ class CoordinatorServer:
         credentials: Credentials,
         tell: Callable[[str], None],
         relay: PeerRelay | None = None,
+        services: Sequence[Service] = (),
     ):
         self._credentials, self._tell = credentials, tell
+        self._services = services
         self.relay = relay or PeerRelay()
         self._changed = threading.Condition()
-        self._coordinator = RollingCoordinator(time.monotonic())
+        self._coordinator = Coordinator(time.monotonic(), policies=(LockStepRounds, RollingRounds))
         self._heartbeats: dict[tuple[str, str], Channel] = {}
         self._secrets: dict[tuple[str, str], str] = {}
         self._complaints: list[tuple[float, str]] = []  # (when, from which network)
@@ -105,10 +117,15 @@ class CoordinatorServer:
         self.port = self._listener.port
 
     def serve(self) -> None:
-        threading.Thread(target=self._look, name="holmes-look", daemon=True).start()
-        self._listener.serve()
+        """Answer jobs, and run the services, until close() is called."""
+        with ExitStack() as running:
+            for service in self._services:
+                running.enter_context(service(self))
+            threading.Thread(target=self._look, name="holmes-look", daemon=True).start()
+            self._listener.serve()
 
     def close(self) -> None:
+        """Stop listening, and end serve()."""
         self._ended.set()
         self._listener.close()
         self.relay.close()
@@ -154,7 +171,7 @@ class CoordinatorServer:
             raise HolmesError(f"a caller says that it is job {job}, but is another")
         with self._changed:
             self._secrets[job, incarnation] = secret
-            here = {(m.name, m.incarnation) for m in self._coordinator.members.values()}
+            here = {(m.name, m.incarnation) for m in self._coordinator.state.members.values()}
             for old in [key for key in self._secrets if key not in here][:-_SECRETS]:
                 del self._secrets[old]
         return job, incarnation
@@ -212,18 +229,19 @@ class CoordinatorServer:
     def _answer_to(self, job: str, incarnation: str, question: dict[str, Any]) -> dict[str, Any]:
         try:
             reply = self._ask(job, incarnation, question)
-        except NotHere:
+        except NotInRun:
             reply = {"verdict": "hello"}
         except HolmesError as error:
             if question.get("op") not in ("hello", "enter"):
                 self._gone(job, incarnation, f"dropped: {error}")
             reply = {"error": str(error)}
-        number = self._coordinator.number + 1
-        return {**reply, "salt_of_next": [number, self._coordinator.salt("round", number)]}
+        state = self._coordinator.state
+        number = state.number + 1
+        return {**reply, "salt_of_next": [number, state.salt("round", number)]}
 
     def _ask(self, job: str, incarnation: str, question: dict[str, Any]) -> dict[str, Any]:
         decide = self._decision(job, incarnation, question)
-        coming = question.get("op") == "next"
+        coming = question.get("op") == RollingRounds.question
         deadline, first = Deadline(IDLE_S if coming else POLL_S, "an answer"), True
         with self._changed:
             while True:
@@ -239,25 +257,36 @@ class CoordinatorServer:
     def _decision(
         self, job: str, incarnation: str, question: dict[str, Any]
     ) -> Callable[[float], dict[str, Any] | None]:
-        """What decides, given the time, once the question has been read. HolmesError where it cannot be."""
-        op, rules = str(question.get("op")), self._coordinator
+        """Return a function that answers the question, given the time, or None while nothing is decided.
+
+        Raises:
+            HolmesError: The question cannot be read.
+            NotInRun: The job has to say hello first.
+        """
+        op = str(question.get("op"))
+        coordinator = self._coordinator
         if op == "hello":
             hello = hello_from(question)
-            return lambda now: rules.hello(job, incarnation, hello, now)
+            return lambda now: coordinator.hello(job, incarnation, hello, now)
         with self._changed:
-            member = rules.member(job)
+            member = coordinator.state.member(job)
             if member.incarnation != incarnation:
-                raise NotHere(job)
+                raise NotInRun(job)
             fragments = len(member.claims)
         if op == "enter":
-            return lambda now: rules.enter(job, now)
-        if op in _REPORTS:
-            read, decide = _REPORTS[op]
-            report = read(question, fragments)
-            return lambda now: decide(rules, job, report, now)
+            return lambda now: coordinator.enter(job, now)
+        if op in coordinator.policies:
+            report = coordinator.policies[op].read(question, fragments)
+            return lambda now: coordinator.next_round(op, job, report, now)
+        if op == "done":
+            done_report = done_from(question)
+            return lambda now: coordinator.done(job, done_report, now)
+        if op == "checked":
+            checked_report = checked_from(question)
+            return lambda now: coordinator.checked(job, checked_report, now)
         if op == "maps":
             of = str(question.get("of"))[:100]
-            return lambda now: self._with_ticket(rules.maps_of(job, of), job, incarnation, of)
+            return lambda now: self._with_ticket(coordinator.maps_of(job, of), job, incarnation, of)
         raise HolmesError(f"the coordinator does not know {op!r:.40}; install the same holmes_ext everywhere")
 
     def _with_ticket(self, reply: dict[str, Any], job: str, incarnation: str, of: str) -> dict[str, Any]:
@@ -267,7 +296,7 @@ class CoordinatorServer:
 
     def _after(self, wake: bool = False) -> None:
         """Tell what was decided, and wake those who wait for it. Holds the lock."""
-        events = self._coordinator.events
+        events = self._coordinator.state.events
         new = events[self._told :]
         for event in new:
             self._tell(event)
@@ -287,7 +316,7 @@ class CoordinatorServer:
         heartbeat's figures, its lag (seconds after the first in its last round), rounds counted and missed,
         bytes relayed for it."""
         with self._changed:
-            rules, relayed, now = self._coordinator, self.relay.counted(), time.monotonic()
+            state, relayed, now = self._coordinator.state, self.relay.counted(), time.monotonic()
             jobs = [
                 {
                     "job": m.name, "state": m.state, "ranks": len(m.hello.addresses),
@@ -295,10 +324,10 @@ class CoordinatorServer:
                     "rounds": m.rounds, "missed": m.missed, "relayed": relayed.get(m.name, 0),
                     **{key: m.telemetry.get(key) for key in TELEMETRY},
                 }
-                for m in sorted(rules.members.values(), key=lambda m: m.order)
+                for m in sorted(state.members.values(), key=lambda m: m.order)
             ]  # fmt: skip
-            return {"version": 1, "round": rules.number, "up_s": round(now - rules.started, 1), "jobs": jobs,
-                    "events": rules.events[-20:]}
+            return {"version": 1, "round": state.number, "up_s": round(now - state.started, 1), "jobs": jobs,
+                    "events": state.events[-20:]}
 
 
 def _reachable(host: str, port: object) -> bool:

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from holmes_ext.join.peers.routes import Peer, Purpose, Routes
 from holmes_ext.join.peers.transfer import PeerTransfer, Speed, run
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.words import why
 
 #: Seconds between two looks at a peer that does not answer yet.

@@ -33,8 +33,8 @@ from holmes_ext.join.sockets.handshake import (
     call,
     greet,
 )
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets.addresses import split_address, stays_on_host
-from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.listener import Guest, Listener
 
 #: Seconds for one try to call an address.

@@ -8,7 +8,8 @@ same elements there.
 The donor trains on meanwhile: it answers from a thread, from its host memory, once it has that version: the
 coordinator may have told the taker of a commit before the donor has heard of it. Should it step the fragment
 in between, the ranks of the taker see different versions, and ask again. That the donor gave what it said
-that it has shows at the taker's next round, when all tell sums that nobody could know before (membership.py).
+that it has shows at the taker's next round, when all tell sums that nobody could know before
+(coordinator/versions.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from holmes_ext.join.shards.ownership import RankRange, shard_pairs
 from holmes_ext.join.shards.state import Fragment, OuterState
 from holmes_ext.join.shards.weights import bytes_of
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 #: How often a fragment is asked for again, because it was stepped in between.
 _TRIES = 5

@@ -18,7 +18,7 @@ from typing import Any
 
 from holmes_ext.join.peers.routes import Peer
 from holmes_ext.join.sockets.channel import Channel
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.words import why
 
 _LABEL = struct.Struct("!QIQ")

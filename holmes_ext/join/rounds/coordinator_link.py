@@ -13,7 +13,7 @@ from holmes_ext.join.peers.routes import Peer
 from holmes_ext.join.shards.job_ranks import JobRanks
 from holmes_ext.join.shards.ownership import RankRange
 from holmes_ext.join.shards.state import OuterState
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 #: Seconds for a coordinator that did not answer the last time.
 _AWAY_S = 2.0

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from holmes_ext.join.sockets.documents import pack, unpack
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 _HEADER = struct.Struct("!IQ")
 _TAG_BYTES = 16

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from holmes_ext.cluster.site import Fabric, Site, fabrics_of_spec
+from holmes_ext.cluster.fabric import Fabric
+from holmes_ext.cluster.site import Site, fabrics_of_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.cluster.wan import Between
 from holmes_ext.errors import HolmesError

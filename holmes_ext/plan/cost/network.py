@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.wan import Hop, Wan
 from holmes_ext.plan.across import Pair, hop_loads, neighbours
 from holmes_ext.plan.cost.links import Curve, Link, Links

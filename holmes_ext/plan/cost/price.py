@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
-from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
 from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.reductions.reduction import PricedReduction

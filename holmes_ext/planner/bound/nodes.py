@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site, fabrics_of_spec, site_from_spec
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site, fabrics_of_spec, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model

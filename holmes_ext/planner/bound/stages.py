@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil, floor, inf
 from typing import NamedTuple
 
-from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Price
 from holmes_ext.plan.cost.pipeline import both_ways
 from holmes_ext.plan.cost.price import Prices

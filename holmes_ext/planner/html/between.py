@@ -6,7 +6,7 @@ from itertools import combinations
 from math import cos, inf, pi, sin
 from typing import Any
 
-from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.planner.html.pictures import CLUSTERS, PAPER, pyplot
 from holmes_ext.planner.search.changed import with_ethernet, with_latency, with_site
 from holmes_ext.planner.search.result import SearchResult

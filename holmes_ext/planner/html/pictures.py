@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster import nic
-from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.words import why

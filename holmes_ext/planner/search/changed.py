@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import combinations, permutations
 from math import inf
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.wan import Between
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import CORES, Links
 from holmes_ext.plan.cost.model import Model

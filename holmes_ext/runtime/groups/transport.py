@@ -26,7 +26,8 @@ from holmes_ext.runtime.backend import options_of
 from holmes_ext.runtime.backend_table import traits_of
 
 if TYPE_CHECKING:
-    from holmes_ext.cluster.site import Fabric, Node
+    from holmes_ext.cluster.fabric import Fabric
+    from holmes_ext.cluster.site import Node
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 

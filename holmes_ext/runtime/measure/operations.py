@@ -14,7 +14,7 @@ from holmes_ext.runtime.backend_table import traits_of
 
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
-    from holmes_ext.runtime.measure.device_clock import Mark
+    from holmes_ext.runtime.measure.on_device import Mark
 
 
 class GroupTraffic:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from holmes_ext.runtime import group_kinds as kinds
 from holmes_ext.runtime.groups.callbacks import before_exit
-from holmes_ext.runtime.measure.device_clock import DeviceClock
-from holmes_ext.runtime.measure.on_device import OnDevice
+from holmes_ext.runtime.measure.on_device import DeviceClock, OnDevice
 from holmes_ext.runtime.measure.operations import GroupTraffic, Op
 
 if TYPE_CHECKING:

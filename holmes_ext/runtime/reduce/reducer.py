@@ -41,7 +41,7 @@ from holmes_ext.runtime.reduce.steps import ReductionTimes
 from holmes_ext.runtime.watch.failure import describe_failure
 
 if TYPE_CHECKING:
-    from holmes_ext.cluster.site import Fabric
+    from holmes_ext.cluster.fabric import Fabric
     from holmes_ext.runtime.reduce.flat_bucket import Gradient
     from holmes_ext.runtime.reduce.owned import Spans
     from holmes_ext.runtime.reduce.reduction import Reduction

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from holmes_ext.plan.sizes import tied_sums
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of
-from holmes_ext.runtime.reduce.hierarchical import hierarchical_over
+from holmes_ext.runtime.reduce.planned import hierarchical_over
 
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes

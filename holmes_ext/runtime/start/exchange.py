@@ -32,7 +32,7 @@ from typing import Any
 
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.neighbours import HEARD_SECONDS, Neighbours, name_of, speaker_hears, told
 from holmes_ext.runtime.start.store import awaited, gathered, put_in

@@ -19,7 +19,7 @@ import struct
 import time
 from contextlib import suppress
 
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 
 #: How long a node's ranks wait for each other before those that are there speak, in seconds.
 HEARD_SECONDS = 10.0

@@ -26,16 +26,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.tcp import read_limits, shortfalls, sockets
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import NETWORK_APIS
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.planning import PlanMaker
 from holmes_ext.runtime.sockets.addresses import listen
-from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.listener import Guest, Listener
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import Finding, decide

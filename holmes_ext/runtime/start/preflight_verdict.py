@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from holmes_ext.cluster.site import ETHERNET, Site
+from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.engine import EngineTraits

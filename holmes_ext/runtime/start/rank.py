@@ -22,9 +22,9 @@ from holmes_ext.cluster.spec import SiteSpec, short_name
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.plan import parse_plan
 from holmes_ext.runtime import session
+from holmes_ext.runtime.deadline import within
 from holmes_ext.runtime.groups.transport import node_environment
 from holmes_ext.runtime.planning import PlanMaker, PlanRequest
-from holmes_ext.runtime.sockets.deadline import within
 from holmes_ext.runtime.start import hostfile, launcher, preflight
 from holmes_ext.runtime.start.exchange import exchange
 from holmes_ext.runtime.start.left_layers import left_layers

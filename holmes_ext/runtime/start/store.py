@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.sockets.deadline import Deadline
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 
 #: Seconds that the store may take to answer a thread that looks on while the job trains, and in which such a

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of
-from holmes_ext.runtime.sockets.deadline import within
+from holmes_ext.runtime.deadline import within
 from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime.watch.nccl_errors import nccl_failures
 from holmes_ext.words import some_of
 
 if TYPE_CHECKING:
-    from holmes_ext.cluster.site import Fabric
+    from holmes_ext.cluster.fabric import Fabric
 
 _KEY = "first_failure"
 #: Beginning of a message about bad input, in the job's store. The message alone is enough for the user.

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holmes_ext import extensions
 from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime import hooks
 from holmes_ext.runtime.measure import clock, telemetry
@@ -48,7 +49,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
     limits = current.options.watchdog_limits if several else None
     lines: list[str] = []
     _Running.metrics, take = metrics, metrics.take if metrics is not None else lambda document: None
-    hooks.activate(current)
+    hooks.activate(extensions.hooks_of(current))
     if current.options.telemetry or limits is not None or metrics is not None or hooks.follow_steps():
         recorder = telemetry.Recorder(current.rank, current.plan.sizes)
         if current.options.telemetry:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.document import parse_json
 from holmes_ext.errors import HolmesError
 from holmes_lab.emulate.accelerator import SITE

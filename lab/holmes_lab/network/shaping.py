@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from holmes_ext.cluster.site import ETHERNET
+from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_lab.network import crossing

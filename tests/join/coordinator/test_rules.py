@@ -4,7 +4,7 @@ import pytest
 from coordinator_rules import TIMEOUT, Run
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.coordinator.membership import NotHere
+from holmes_ext.join.coordinator.state import NotInRun
 
 
 def test_a_round_goes_when_all_are_ready_and_is_committed_when_all_are_done():
@@ -64,7 +64,7 @@ def test_a_job_whose_connection_ends_is_not_waited_for():
     run.ready("east", 1)
     run.coordinator.gone("west", "1", "closed")
     assert run.ready("east", 1)["members"] == {"east": 1.0}
-    with pytest.raises(NotHere):
+    with pytest.raises(NotInRun):
         run.ready("west", 1)
 
 
@@ -73,7 +73,7 @@ def test_silence_is_an_end_too():
     run.coordinator.heartbeat("east", "1", {}, run.now + 40)
     run.now += 41
     run.coordinator.look(run.now)
-    assert [m.state for m in run.coordinator.members.values()] == ["in", "gone"]
+    assert [m.state for m in run.coordinator.state.members.values()] == ["in", "gone"]
 
 
 def test_a_job_lost_on_the_way_is_left_and_the_others_go_again():
@@ -195,7 +195,7 @@ def test_a_job_that_is_back_before_its_last_incarnation_is_missed_waits_until_th
     run.now += 60
     run.coordinator.look(run.now)
     assert run.hello("east", incarnation="2")["state"] == "waiting"
-    (line,) = [event for event in run.coordinator.events if "asks for the name east" in event]
+    (line,) = [event for event in run.coordinator.state.events if "asks for the name east" in event]
     assert line.endswith("heard 1 s ago: waiting")
 
 

@@ -178,6 +178,52 @@ def test_whoever_answers_in_its_place_does_not_end_a_job_that_was_in(answer):
         one.close("over")
 
 
+def test_services_run_while_the_coordinator_serves():
+    events = []
+
+    def service(name):
+        @contextlib.contextmanager
+        def run(server):
+            events.append(f"{name} begins at round {server.status()['round']}")
+            yield
+            events.append(f"{name} ends")
+
+        return run
+
+    services = (service("one"), service("two"))
+    server = CoordinatorServer("127.0.0.1", 0, Credentials(TOKEN), print, services=services)
+    assert not events
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    assert status(server.port)["jobs"] == []
+    assert events == ["one begins at round 0", "two begins at round 0"]
+    server.close()
+    thread.join(10)
+    assert not thread.is_alive() and events[2:] == ["two ends", "one ends"]
+
+
+def test_a_service_that_cannot_begin_ends_the_server_and_the_other_services():
+    events = []
+
+    @contextlib.contextmanager
+    def good(server):
+        try:
+            yield
+        finally:
+            events.append("ended")
+
+    def bad(server):
+        raise HolmesError("the service cannot begin")
+
+    server = CoordinatorServer("127.0.0.1", 0, Credentials(TOKEN), print, services=(good, bad))
+    try:
+        with pytest.raises(HolmesError, match="the service cannot begin"):
+            server.serve()
+    finally:
+        server.close()
+    assert events == ["ended"]
+
+
 def test_a_question_that_is_not_answered_in_time_ends():
     with coordinator() as server:
         with pytest.raises(TimeoutError, match="did not answer 'enter' in 0.2 s"):

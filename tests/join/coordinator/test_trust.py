@@ -163,7 +163,7 @@ def test_after_a_restart_nobody_takes_from_a_liar_before_those_are_back_that_the
     run.fragments = {"zero": [[10**9, 7]] * 2, "east": [[8, 5]] * 2, "west": [[8, 5]] * 2}
     run.hello("zero", entered=True, round=10**9)
     run.hello("east", entered=True, round=8, peers=["west", "zero"])
-    number = run.coordinator.number + 1
+    number = run.coordinator.state.number + 1
     assert [run.ready(job, number) for job in ("zero", "east") * 2] == [None] * 4
     run.hello("west", entered=True, round=8, peers=["east", "zero"])
     replies = told(run, number, "zero", "east", "west")
@@ -178,7 +178,7 @@ def test_a_round_that_one_liar_tells_leaves_numbers_for_the_next_restarts(order)
     for _ in range(100):
         rounds = {"zero": MOST, "east": last, "west": last}
         run = restarted(*order, versions=dict.fromkeys(order, last), rounds=rounds)
-        last = run.coordinator.number + 1
+        last = run.coordinator.state.number + 1
         assert last < MOST / 2
         run.fragments["zero"] = [[MOST, 7], [MOST, 7]]
         assert {"east", "west"} == set(told(run, last, *order)["west"]["members"])
@@ -253,7 +253,7 @@ def test_sums_are_told_with_a_salt_that_was_not_known():
     second.ready("north", 1, salted=OTHER)
     report = ReadyReport(0, claims_of(second.fragments["west"]), 1, 100, 1.0, "",
                                         16 * "2", 7)  # fmt: skip
-    go = second.coordinator.ready("west", report, second.now)
+    go = second.coordinator.next_round("ready", "west", report, second.now)
     assert set(go["members"]) == set(THREE), "a sum with another round's salt says nothing"
 
 

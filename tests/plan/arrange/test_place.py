@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from clusters import example
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.arrange import place as placing
 from holmes_ext.plan.arrange.pack import pack

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.fabric import Fabric
 from holmes_ext.plan.buckets import bucket_bytes, cut
 
 

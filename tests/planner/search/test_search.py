@@ -8,7 +8,8 @@ from pathlib import Path
 import clusters
 import pytest
 
-from holmes_ext.cluster.site import Fabric, site_from_spec
+from holmes_ext.cluster.fabric import Fabric
+from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Link, Links, fit

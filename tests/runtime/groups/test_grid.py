@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from clusters import example
 
-from holmes_ext.cluster.site import Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed import p2p as deepspeed_p2p

@@ -3,8 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from holmes_ext.cluster.fabric import Fabric
 from holmes_ext.cluster.nccl import file_settings
-from holmes_ext.cluster.site import Fabric, Node, Port, Site
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan import maker

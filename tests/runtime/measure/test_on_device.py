@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.measure.device_clock import DeviceClock
+from holmes_ext.runtime.measure.on_device import DeviceClock
 from holmes_ext.runtime.watch.watchdog import Watchdog
 from holmes_ext.units import union_s
 from integration_tests.jobs import some

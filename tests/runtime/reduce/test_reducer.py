@@ -10,7 +10,7 @@ from carriers import gloo_only
 from ranks import run_ranks, seeded
 from torch.utils.checkpoint import checkpoint
 
-from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.fabric import Fabric
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 from holmes_ext.runtime.reduce.reducer import GradientReducer

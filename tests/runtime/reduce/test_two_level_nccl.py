@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from prices import sums_on_site
 
-from holmes_ext.cluster.site import Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.plan.buckets import NCCL_CHUNK_BYTES, chunk_bytes
 from holmes_ext.runtime.reduce import two_level_nccl
 from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives

@@ -8,9 +8,9 @@ import threading
 import pytest
 from waiting import await_
 
+from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import addresses, listener
 from holmes_ext.runtime.sockets.addresses import address_text, is_loopback, listen, peer_host, split_address
-from holmes_ext.runtime.sockets.deadline import Deadline
 from holmes_ext.runtime.sockets.listener import Listener
 
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan import maker

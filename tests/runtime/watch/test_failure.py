@@ -7,7 +7,8 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from holmes_ext.cluster.site import ETHERNET, Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan import maker
 from holmes_ext.plan.plan import Plan

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holmes_ext.cluster.site import Fabric, Node, Port, Site
+from holmes_ext.cluster.fabric import Fabric
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan import maker

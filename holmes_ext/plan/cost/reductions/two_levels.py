@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
-from holmes_ext.cluster.site import Fabric
+from holmes_ext.cluster.fabric import Fabric
 from holmes_ext.plan.across import CrossClusterAlgorithm, Pair, ways_across
 from holmes_ext.plan.buckets import chunk_bytes, chunks_of
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price

@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.sockets.deadline import within
+from holmes_ext.runtime.deadline import within
 
 
 def test_the_value_and_the_error_of_the_function():

@@ -1,0 +1,65 @@
+"""Replies of the coordinator about a round. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holmes_ext.join.coordinator.state import RoundState, RunState
+
+Reply = dict[str, Any]
+
+
+def skip_reply(number: int) -> Reply:
+    """Return the reply to a job that is not in a round, and goes on after round `number`."""
+    return {"verdict": "skip", "round": number}
+
+
+def go_reply(state: RunState, round_state: RoundState) -> Reply:
+    """Return the reply that begins the current attempt of the round's exchange."""
+    members = round_state.members
+    norms = {
+        name: report.norm for name, report in round_state.ready_reports.items() if name in members
+    }
+    return {
+        "verdict": "go",
+        "round": round_state.number,
+        "attempt": round_state.attempt,
+        "members": members,
+        "fragment": round_state.fragment,
+        "norms": norms,
+        "incarnations": {name: state.members[name].incarnation for name in members},
+        "left_out": round_state.left_out,
+    }
+
+
+def check_reply(state: RunState, round_state: RoundState) -> Reply:
+    """Return the reply that begins the current comparison of the received data."""
+    return {
+        "verdict": "check",
+        "round": round_state.number,
+        "attempt": round_state.attempt,
+        "check": round_state.check,
+        "salt": state.salt("check", round_state.number, round_state.attempt, round_state.check),
+        "excluded": round_state.excluded,
+    }
+
+
+def commit_reply(round_state: RoundState) -> Reply:
+    """Return the reply to a member of a round that is committed."""
+    return {
+        "verdict": "commit",
+        "round": round_state.number,
+        "factors": round_state.factors,
+        "gap": round_state.gap,
+        "left_out": round_state.left_out,
+    }
+
+
+def void_reply(round_state: RoundState) -> Reply:
+    """Return the reply to a job for which the round changes nothing."""
+    return {
+        "verdict": "void",
+        "round": round_state.number,
+        "why": round_state.why or "the round went on without this job",
+        "left_out": round_state.left_out,
+    }

@@ -1,0 +1,103 @@
+"""The course of a round: it is opened, its members exchange, and it ends as commit or void. Pure.
+
+A void round changes nothing: the pseudo-gradients stay, and count in the fragment's next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from holmes_ext.join.coordinator.reports import Claim
+from holmes_ext.join.coordinator.state import Member, RoundState, RunState
+
+#: Rounds that are remembered, for jobs that ask late.
+_REMEMBERED = 64
+
+
+class Rounds:
+    """Opens and ends the rounds of a run."""
+
+    def __init__(self, state: RunState):
+        self._state = state
+        self._usual_norms: dict[int, list[float]] = {}
+
+    def open(self, number: int, fragment: int, now: float) -> RoundState:
+        """Open a round, and forget those that are long over."""
+        state = self._state
+        round_state = RoundState(number, fragment, opened=now)
+        state.rounds[number] = round_state
+        state.number = number
+        for past in [past for past in state.rounds if past <= number - _REMEMBERED]:
+            del state.rounds[past]
+        return round_state
+
+    def usual_norms(self, fragment: int) -> list[float]:
+        """Return the norms of the fragment's last pseudo-gradients; the caller adds new ones."""
+        return self._usual_norms.setdefault(fragment, [])
+
+    def begin_exchange(
+        self,
+        round_state: RoundState,
+        members: Sequence[Member],
+        weights: Mapping[str, float],
+        least: int,
+        now: float,
+    ) -> bool:
+        """Begin the exchange, or end the round as void if too few pseudo-gradients count.
+
+        Args:
+            weights: Weight in the sum of each member whose pseudo-gradient counts; other members
+                only receive.
+            least: Number of pseudo-gradients that must count.
+
+        Returns:
+            Whether the exchange has begun.
+        """
+        total = sum(weights.values()) or 1.0
+        round_state.members = {
+            member.name: weights.get(member.name, 0.0) / total for member in members
+        }
+        if weights and len(weights) >= least:
+            round_state.attempt = 1
+            round_state.last_report = now
+            return True
+        left_out = "".join(
+            f"; {name} is left out: {why}" for name, why in round_state.left_out.items()
+        )
+        self.void(round_state, f"{len(weights)} of min={least} jobs" + left_out)
+        return False
+
+    def commit(self, round_state: RoundState) -> None:
+        """End the round with a step: its members have the fragment's new version from now on."""
+        state = self._state
+        round_state.outcome = "commit"
+        state.committed[round_state.fragment] = round_state.number
+        state.has_joint_commit = state.has_joint_commit or len(round_state.members) > 1
+        for member in state.members.values():
+            if member.name in round_state.members:
+                member.claims[round_state.fragment] = Claim(round_state.number)
+                member.rounds += 1
+                member.in_vain = 0
+            else:
+                member.current = False
+        shares = {
+            name: share
+            for name, share in round_state.members.items()
+            if name not in round_state.excluded
+        }
+        total = sum(shares.values())
+        shares_text = ", ".join(f"{name} {share / total:.2f}" for name, share in shares.items())
+        state.events.append(f"round {round_state.number}: commit ({shares_text})")
+
+    def void(self, round_state: RoundState, why: str) -> None:
+        """End the round without a step."""
+        round_state.outcome = "void"
+        round_state.why = why
+        self._state.events.append(f"round {round_state.number}: void: {why}")
+
+    def forget(self) -> None:
+        """Forget all commits and end the open rounds, because the run is another one."""
+        self._state.committed.clear()
+        for round_state in self._state.rounds.values():
+            if not round_state.outcome:
+                self.void(round_state, "the run is in a later round")

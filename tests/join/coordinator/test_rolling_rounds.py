@@ -1,0 +1,53 @@
+"""When rolling rounds begin, with a clock of our own."""
+
+from coordinator_rules import claims_of
+
+from holmes_ext.join.coordinator.coordinator import Coordinator
+from holmes_ext.join.coordinator.lock_step import LockStepRounds
+from holmes_ext.join.coordinator.reports import Hello, NextReport, Offer
+from holmes_ext.join.coordinator.rolling import RollingRounds
+
+CLAIMS = claims_of([(0, 7), (0, 7)])
+
+
+class Run:
+    """A coordinator, and jobs that have begun."""
+
+    def __init__(self, *jobs, grace=3.0):
+        self.now = 100.0
+        self.coordinator = Coordinator(self.now, policies=(LockStepRounds, RollingRounds))
+        settings = {"outer": {"rounds": "async", "grace": grace}}
+        for job in jobs:
+            hello = Hello(settings, {"all": (0, 8, 0)}, ("a:1",), CLAIMS, min=1, timeout=30.0)
+            self.coordinator.hello(job, "1", hello, self.now)
+        for job in jobs:
+            assert self.coordinator.enter(job, self.now)["verdict"] == "in"
+
+    def next(self, job, *fragments):
+        """Ask for the next round, with an offer of each of these fragments."""
+        offers = {fragment: Offer(fragment, tokens=8, norm=1.0) for fragment in fragments}
+        return self.coordinator.next_round("next", job, NextReport(CLAIMS, offers), self.now)
+
+
+def test_a_round_begins_at_once_when_all_jobs_offer_the_fragment():
+    run = Run("east", "west")
+    assert run.next("west") is None  # it is there, and offers nothing yet
+    assert run.next("east", 0) is None
+    assert run.next("west", 0)["members"] == {"east": 0.5, "west": 0.5}
+    assert run.next("east", 0)["fragment"] == 0
+
+
+def test_a_job_that_is_not_ready_receives_after_the_grace():
+    run = Run("east", "north", "west")
+    assert run.next("west") is None and run.next("east", 1) is None
+    assert run.next("north", 1) is None  # the quorum is reached
+    run.now += 2.0
+    assert run.next("west") is None and run.next("east", 1) is None
+    run.now += 1.0
+    assert run.next("north", 1)["members"] == {"east": 0.5, "north": 0.5, "west": 0.0}
+
+
+def test_a_fragment_that_too_few_jobs_offer_waits():
+    run = Run("east", "north", "west", grace=0)
+    assert run.next("east", 0) is None and run.next("north", 1) is None
+    assert run.next("west", 1)["fragment"] == 1
