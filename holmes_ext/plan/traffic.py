@@ -10,12 +10,9 @@ What carries a group's tensors decides which ports it can use: NCCL needs HCAs (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from holmes_ext.cluster.fabric import Fabric
-
-if TYPE_CHECKING:
-    from holmes_ext.plan.across import CrossClusterAlgorithm
+from holmes_ext.plan.across import CrossClusterAlgorithm  # parse_plan evaluates the annotation
 
 VERBS, SOCKETS = NETWORK_APIS = ("verbs", "sockets")
 #: The "fabric" of a group that one node holds: memory, NVLink or loopback.

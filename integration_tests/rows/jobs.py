@@ -524,7 +524,7 @@ def torchtitan(folder: Path) -> Command:
     """
     command = commands.torchtitan(folder, "HSDP", ranks=4)
     words = [word for word in command.words if word != "--checkpoint.load_only"]
-    preload = () if ON_GPUS else ("torch", "torchtitan.train")
+    preload = () if ON_GPUS else ("torch",)  # torchtitan itself imports pyarrow, which starts a thread
     return replace(command, words=(*words, "--training.steps", str(STEPS)), preload=preload)
 
 
