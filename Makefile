@@ -1,7 +1,7 @@
 # make demo   stock against holmes on two emulated clusters, from a fresh clone, with one command
 # make test   unit tests, and real engines on emulated networks; a table at the end names each framework, passed or SKIPPED.
 #             make unit: what needs no emulated network
-# make nightly  all tests, the exhaustive ones too (a landing runs a tenth of them), over gloo and on emulated GPUs; mutants;
+# make nightly  all tests, the exhaustive ones too (a landing runs one of 30), over gloo and on emulated GPUs; mutants;
 #             old versions of the frameworks: hours
 # make checkouts  clones what tests need besides Python packages: Megatron-LM, Megatron-DeepSpeed, NCCL's source
 # make torchtitan  torchtitan into build/torchtitan, for its tests (make test does it)
@@ -38,16 +38,20 @@ GPU_BIN := .venv-gpu/bin
 GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq --no-input --no-compile -c requirements/constraints.txt \
    -c requirements/dev.txt -c requirements/torch.txt
 GPU_STAMP := .venv-gpu/installed
-# Tests of `make test` and `make nccl` that run over NCCL on emulated GPUs, too (tests/carriers.py, integration_tests/jobs.py).
-ON_BOTH := $(addprefix tests/runtime/reduce/test_,compress.py owned.py reducer.py tied.py two_level.py) \
+# Tests of `make test` and `make nccl` that run over NCCL on emulated GPUs, too (tests/carriers.py, integration_tests/jobs.py):
+# in a landing one file for each engine, and what reduces gradients and chooses networks; with HOLMES_TEST_FULL=1 all.
+ON_BOTH_IN_A_LANDING := $(addprefix tests/runtime/reduce/test_,reducer.py two_level.py) tests/runtime/groups/test_wire.py \
+   $(addprefix integration_tests/,nccl/test_gpus.py deepspeed/test_two_clusters.py megatron/test_core.py \
+   stacks/test_pipelining.py test_reduction_lab.py)
+ON_BOTH_IN_ALL := tests/runtime/test_compress.py $(addprefix tests/runtime/reduce/test_,owned.py reducer.py tied.py two_level.py) \
    tests/runtime/groups/test_wire.py integration_tests/nccl/test_gpus.py $(addprefix integration_tests/,\
    $(addprefix deepspeed/test_,two_clusters.py tied.py zero.py narrow.py passes.py partition.py resume.py overlap.py \
    joined.py) $(addprefix megatron/test_,core.py slices.py joined.py experts.py) joined/test_examples.py \
    $(addprefix stacks/test_,pipelining.py fsdp2.py trainer.py trainer_joined.py torchtitan.py) \
    $(addprefix commands/test_,telemetry.py doctor.py probe.py profile_and_tune.py) $(addprefix faults/test_,faults.py restart.py) \
-   rows/test_rows.py backends/test_backends.py test_reduction_lab.py test_unequal_lab.py) \
-   $(if $(filter 1,$(HOLMES_TEST_FULL)),tests/patches/torch/test_ddp.py \
-   $(addprefix integration_tests/test_adapt,.py _sums.py))
+   rows/test_rows.py backends/test_backends.py test_reduction_lab.py test_unequal_lab.py test_adapt.py test_adapt_sums.py) \
+   tests/patches/torch/test_ddp.py
+ON_BOTH := $(if $(filter 1,$(HOLMES_TEST_FULL)),$(ON_BOTH_IN_ALL),$(ON_BOTH_IN_A_LANDING))
 
 # The torch of `make gpu-next`, its environment, and its tests: one file of each engine, NCCL's networks, and its backends.
 NEXT_TORCH ?= 2.15.0
@@ -122,7 +126,7 @@ nccl:
 	   $(if $(CLUSTER),HOLMES_NCCL_CLUSTER=$(abspath $(CLUSTER))) $(BIN)/python -m pytest -v -rs integration_tests/nccl
 
 physical:
-	HOLMES_TEST_CARRIER=cuda $(BIN)/python -m pytest --timeout=900 -rs $(ON_BOTH) $(PYTEST_ARGS)
+	HOLMES_TEST_CARRIER=cuda $(BIN)/python -m pytest --timeout=900 -rs $(ON_BOTH_IN_ALL) $(PYTEST_ARGS)
 
 # With the pip of the environment that the goal needs anyway.
 TORCHTITAN := build/torchtitan/installed

@@ -44,9 +44,9 @@ def assert_planned(two_clusters, lines, sent):
     "how",
     # some(): of these, only "flag" and "enable()" run before every merge.
     [*some(["flag", "flag without a file", "enable()", "mpirun's variables"], "flag", "enable()"),
-     # row: the entry of README's table of jobs that the case tests
-     pytest.param("HOLMES=1", marks=pytest.mark.row("a launcher that takes no flags")),
-     pytest.param("python -m holmes_ext", marks=pytest.mark.row("a Python that ignores .pth files"))],
+     # row: the entry of README's table of jobs that the case tests. full: rows/test_rows.py trains so, too.
+     pytest.param("HOLMES=1", marks=[pytest.mark.row("a launcher that takes no flags"), full]),
+     pytest.param("python -m holmes_ext", marks=[pytest.mark.row("a Python that ignores .pth files"), full])],
 )
 def test_every_way_to_switch_on(two_clusters, tmp_path, how):
     """Holmes is on for all ranks of a script that does not import it, however the user switches it on."""
@@ -104,6 +104,7 @@ def test_torchrun_with_its_own_store(two_clusters):
     assert [line["node"] for line in lines] == ["b0", "b1", "a0", "a1"]
 
 
+@full  # rows/test_rows.py trains with this launcher in each landing
 def test_deepspeeds_launcher(two_clusters):
     """What `deepspeed --hostfile` runs on every node: deepspeed.launcher.launch, which adds --local_rank."""
     import base64

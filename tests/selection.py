@@ -1,14 +1,14 @@
-"""pytest plugin that decides how many of the slow tests run: all, none, or a tenth.
+"""pytest plugin that decides how many of the slow tests run: all, none, or a share.
 
 Slow tests have the mark `full`, and are called exhaustive. The environment variable HOLMES_TEST_FULL selects
 how many of them run:
 
     1          all (make nightly)
     0          none
-    not set    a tenth
+    not set    one of 30 (SHARE)
 
-HOLMES_TEST_SEED determines which tenth. Its default is the hash of the commit: each commit runs another
-tenth, and repeated runs of one commit run the same tenth. A test that the command line names by its node id
+HOLMES_TEST_SEED determines which share. Its default is the hash of the commit: each commit runs another
+share, and repeated runs of one commit run the same share. A test that the command line names by its node id
 (FILE::TEST) always runs.
 
 The plugin also writes the number of deselected tests into the run's JUnit XML, where summary.py reads it.
@@ -27,7 +27,7 @@ import pytest
 from _pytest.junitxml import xml_key
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARE = 10  # one of this many exhaustive tests runs if HOLMES_TEST_FULL is not set
+SHARE = 30  # one of this many exhaustive tests runs if HOLMES_TEST_FULL is not set
 LEFT_OUT = pytest.StashKey[int]()  # number of exhaustive tests that do not run
 full = pytest.mark.full
 
@@ -44,7 +44,7 @@ def some(cases: Iterable, *chosen) -> list:
 
 @functools.cache
 def seed() -> str:
-    """Return the seed that determines which tenth of the slow tests runs.
+    """Return the seed that determines which share of the slow tests runs.
 
     It is the variable HOLMES_TEST_SEED. By default, it is the abbreviated hash of the commit, or "0" outside
     a git repository.
@@ -60,10 +60,10 @@ def seed() -> str:
     return result.stdout.strip() or "0"
 
 
-def is_in_selected_tenth(name: str, seed_text: str) -> bool:
-    """Return whether the slow test of this name is in the tenth of slow tests that this seed selects.
+def is_in_selected_share(name: str, seed_text: str) -> bool:
+    """Return whether the slow test of this name is in the share of slow tests that this seed selects.
 
-    A hash of seed and name decides. Each name is selected by about one of ten seeds.
+    A hash of seed and name decides. Each name is selected by about one of SHARE seeds.
     """
     digest = hashlib.sha256(f"{seed_text} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % SHARE == 0
@@ -73,7 +73,7 @@ def runs(item: pytest.Item) -> bool:
     """Return whether a test runs, or is deselected.
 
     A test without the mark `full` of slow tests runs, and so does one that the command line names. Of the
-    other slow tests, HOLMES_TEST_FULL selects all ("1"), none ("0"), or a tenth (not set).
+    other slow tests, HOLMES_TEST_FULL selects all ("1"), none ("0"), or a share (not set).
     """
     slow_marks = list(item.iter_markers("full"))
     if not slow_marks or is_named(item):
@@ -84,8 +84,8 @@ def runs(item: pytest.Item) -> bool:
     for mark in slow_marks:
         if "together" in mark.kwargs:
             # Tests with the mark full(together=NAME) share an expensive fixture: all of them run, or none.
-            return is_in_selected_tenth(mark.kwargs["together"], seed())
-    return is_in_selected_tenth(item.nodeid, seed())
+            return is_in_selected_share(mark.kwargs["together"], seed())
+    return is_in_selected_share(item.nodeid, seed())
 
 
 def is_named(item: pytest.Item) -> bool:
@@ -130,7 +130,7 @@ def pytest_report_header() -> str:
     if wanted in ("0", "1"):
         share = "all" if wanted == "1" else "none"
         return f"exhaustive tests: {share} (HOLMES_TEST_FULL={wanted})"
-    return f"exhaustive tests: a tenth, HOLMES_TEST_SEED={seed()}"
+    return f"exhaustive tests: one of {SHARE}, HOLMES_TEST_SEED={seed()}"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -60,8 +60,9 @@ class Part:
     name: str  # of the file
     tests: tuple[Result, ...]
     left_out: int = 0  # exhaustive tests that make nightly runs
-    seed: str = ""  # which tenth of the exhaustive tests ran, or the value of HOLMES_TEST_FULL
+    seed: str = ""  # which share of the exhaustive tests ran, or the value of HOLMES_TEST_FULL
     has_results: bool = True  # False: pytest ended before it wrote any
+    tried_again: tuple[str, ...] = ()  # node ids of tests that failed first, and ran again (--reruns)
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,13 @@ def read_part(file: Path) -> Part:
     assert suite is not None, file
     properties = _properties(suite)  # (name, value); the pytest plugin selection.py writes them
     tests: dict[str, Result] = {}
+    tried_again = []
     for case in suite.iter("testcase"):
         test = _read_test(file.stem, case)
-        tests[test.name] = test  # with pytest --reruns, the file has a case for each try; the last one counts
+        # With pytest --reruns, the file has a case for each try. The last one counts.
+        if test.name in tests:
+            tried_again.append(test.name)
+        tests[test.name] = test
     left_out = [int(value) for name, value in properties if name == "left_out"]  # numbers of slow tests
     seeds = [value for name, value in properties if name == "seed"]
     return Part(
@@ -140,6 +145,7 @@ def read_part(file: Path) -> Part:
         tests=tuple(tests.values()),
         left_out=sum(left_out),
         seed=seeds[0] if seeds else "",
+        tried_again=tuple(tried_again),
     )
 
 
@@ -263,6 +269,10 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
             "",
             f"Left to make nightly: {left_out} exhaustive tests (HOLMES_TEST_SEED={', '.join(seeds)})",
         ]
+
+    tried_again = [f"  {part.name}: {name}" for part in parts for name in part.tried_again]
+    if tried_again:
+        lines += ["", "Ran a second time after a failure (each is a defect to mend):", *tried_again]
 
     lines += ["", f"Slowest of {len(tests)} tests:"]
     slowest = sorted(tests, key=lambda test: test.seconds, reverse=True)

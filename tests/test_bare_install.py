@@ -22,10 +22,8 @@ print(len([name for name in sys.modules if name.startswith("holmes_ext.")]))
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    top = tmp_path_factory.mktemp("bare")
-    wheel = venvs.build(venvs.copy_sources(top / "src"), top / "wheel")
-    shutil.copytree(CLUSTERS, top / "clusters")
-    return venvs.make(top / "venv", wheel, dependencies=True)
+    """holmes_ext alone, without holmes_lab."""
+    return venvs.make(tmp_path_factory.mktemp("bare") / "venv", venvs.built().wheel, dependencies=True)
 
 
 def test_there_is_no_torch(python, tmp_path):
@@ -69,7 +67,16 @@ def test_commands_run(python, tmp_path, arguments, words):
         json.loads(result.stdout)
 
 
-def test_the_demo_says_what_it_needs(python, tmp_path):
+@pytest.mark.parametrize("command", ["lab", "demo"])
+def test_commands_of_the_lab_say_what_to_install(python, tmp_path, command):
+    result = venvs.run(python.parent / "holmes", command, cwd=tmp_path)
+    assert result.returncode == 2 and not result.stdout and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("holmes: ") and "pip install ./lab" in result.stderr
+
+
+def test_the_demo_says_what_it_needs(tmp_path):
+    built = venvs.built()
+    python = venvs.make(tmp_path / "venv", built.wheel, built.lab_wheel, dependencies=True)
     result = venvs.run(python.parent / "holmes", "demo", cwd=tmp_path)
     assert (result.returncode == 2 and result.stderr.startswith("holmes: demo needs torch")
             and not result.stdout)

@@ -91,10 +91,10 @@ def test_is_child_asks_for_an_ancestor():
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """An environment with holmes_ext's wheel, its switch replaced by the recording one."""
-    top = tmp_path_factory.mktemp("switch")
-    sources = venvs.copy_sources(top / "src")
-    (sources / "holmes_ext" / "job.py").write_text(RECORDING_SWITCH)
-    return venvs.make(top / "venv", venvs.build(sources, top / "dist"))
+    python = venvs.make(tmp_path_factory.mktemp("switch") / "venv", venvs.built().wheel)
+    (switch,) = python.parent.parent.glob("lib/*/site-packages/holmes_ext/job.py")
+    switch.write_text(RECORDING_SWITCH)
+    return python
 
 
 class Scene:

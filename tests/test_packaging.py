@@ -1,7 +1,6 @@
 """What a wheel and an editable install put into an environment, and what the bare install asks for."""
 
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,37 +18,54 @@ CLUSTER = str(venvs.ROOT / "examples" / "clusters" / "two_clusters_4.toml")
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """(the sources, their wheel, their editable wheel)"""
-    top = tmp_path_factory.mktemp("packaging")
-    sources = venvs.copy_sources(top / "src")
-    return sources, venvs.build(sources, top / "wheel"), venvs.build(sources, top / "editable", editable=True)
+def built():
+    return venvs.built()
 
 
 @pytest.fixture(scope="module")
 def metadata(built):
-    return PathDistribution(zipfile.Path(built[1], f"holmes_ext-{__version__}.dist-info/"))
+    return PathDistribution(zipfile.Path(built.wheel, f"holmes_ext-{__version__}.dist-info/"))
 
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def python(request, built, tmp_path_factory):
-    wheel = built[1 + (request.param == "editable")]
-    return venvs.make(tmp_path_factory.mktemp(request.param) / "venv", wheel, dependencies=True)
+    """An environment with both distributions."""
+    wheels = (built.wheel, built.lab_wheel)
+    if request.param == "editable":
+        wheels = (built.editable, built.lab_editable)
+    return venvs.make(tmp_path_factory.mktemp(request.param) / "venv", *wheels, dependencies=True)
+
+
+def files_of(wheel):
+    return {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info/" not in name}
+
+
+def files_in(folder, base):
+    return {str(path.relative_to(base)) for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_wheel_holds_every_source_file_and_the_pth(built):
-    sources, wheel, _ = built
-    expected = {str(path.relative_to(sources)) for path in (sources / "holmes_ext").rglob("*")
-                if path.is_file()}
-    expected |= {f"holmes_ext/{path.relative_to(sources)}" for room in ("patches", "examples")
-                 for path in (sources / room).rglob("*") if path.is_file()}
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info/" not in name}
+    sources = built.sources
+    expected = files_in(sources / "holmes_ext", sources)
+    for room in ("patches", "examples"):
+        expected |= {f"holmes_ext/{name}" for name in files_in(sources / room, sources)}
+    names = files_of(built.wheel)
     assert names == expected | {"holmes_ext.pth"}
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert built.wheel.name.endswith("-py3-none-any.whl")
+    # The emulated CUDA runtime is not placed next to a production torch.
+    assert not {name for name in names if name.endswith((".cc", ".cpp", ".cu", ".h", ".hpp"))}
+
+
+def test_the_wheel_of_the_lab_holds_every_source_file(built):
+    lab = built.sources / "lab"
+    names = files_of(built.lab_wheel)
+    assert names == files_in(lab / "holmes_lab", lab)
+    assert any(name.endswith(".cc") for name in names)
+    assert built.lab_wheel.name.endswith("-py3-none-any.whl")
 
 
 def test_the_pth_is_one_line(built):
-    for wheel in built[1:]:
+    for wheel in (built.wheel, built.editable):
         text = zipfile.ZipFile(wheel).read("holmes_ext.pth").decode()
         assert text.startswith("import ") and text.count("\n") == 1 and text.endswith("\n")
 
@@ -57,8 +73,7 @@ def test_the_pth_is_one_line(built):
 def test_what_is_released_can_be_built_and_uploaded(built, tmp_path):
     """`python -m build` makes an sdist, and from it the wheel; `twine check` reads the metadata as PyPI
     does."""
-    sources = shutil.copytree(built[0], tmp_path / "src",
-                              ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    sources = venvs.copy_sources(tmp_path / "src")
     options = {"cwd": tmp_path, "env": venvs.clean_environ(), "capture_output": True, "text": True}
     made = subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", sources],
                           **options)
@@ -68,7 +83,7 @@ def test_what_is_released_can_be_built_and_uploaded(built, tmp_path):
         f"holmes_ext-{__version__}-py3-none-any.whl", f"holmes_ext-{__version__}.tar.gz"]
     checked = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], **options)
     assert checked.returncode == 0 and checked.stdout.count("PASSED") == 2, checked.stdout + checked.stderr
-    assert zipfile.ZipFile(files[0]).namelist() == zipfile.ZipFile(built[1]).namelist()
+    assert zipfile.ZipFile(files[0]).namelist() == zipfile.ZipFile(built.wheel).namelist()
     names = {name.partition("/")[2] for name in tarfile.open(files[1]).getnames()}
     more = {name for name in names if not (sources / name).exists() and ".egg-info" not in name}
     assert more == {"PKG-INFO", "setup.cfg"}, "what setuptools writes"
@@ -86,12 +101,12 @@ def test_metadata(metadata):
 
 
 def test_installed(python, built, tmp_path):
-    rooms = ("cli.main", "_pth", "cluster", "plan", "runtime", "lab", "patches")
-    imported = ", ".join(f"holmes_ext.{name}" for name in rooms)
+    rooms = ("cli.main", "_pth", "cluster", "plan", "runtime", "planner", "adapt", "join", "patches")
+    imported = ", ".join(["holmes_lab", *(f"holmes_ext.{name}" for name in rooms)])
     result = venvs.run(python, "-c", f"import {imported}; print(holmes_ext.patches.__file__)", cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.strip().endswith("patches/__init__.py"), result.stderr
     site_packages = next(python.parent.parent.glob("lib/*/site-packages"))
-    assert (site_packages / "holmes_ext.pth").read_text() == (built[0] / "holmes_ext.pth").read_text()
+    assert (site_packages / "holmes_ext.pth").read_text() == (built.sources / "holmes_ext.pth").read_text()
     result = venvs.run(python.parent / "holmes", "--version", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (0, f"holmes_ext {__version__}\n")
     result = venvs.run(python.parent / "holmes", "examples", cwd=tmp_path)
@@ -121,7 +136,7 @@ def test_the_bare_install_asks_for_small_libraries_only(metadata):
 
 
 def test_extras(metadata):
-    extras = {"deepspeed", "megatron", "lab", "plot", "metrics", "experts", "join", "docs", "test"}
+    extras = {"deepspeed", "megatron", "plot", "metrics", "experts", "join", "docs", "test"}
     assert set(metadata.metadata.get_all("Provides-Extra")) == extras
     requirements = {str(Requirement(line)) for line in metadata.requires}
     assert {'deepspeed>=0.14.4; extra == "deepspeed"',
@@ -130,7 +145,7 @@ def test_extras(metadata):
 
 
 #: Extra -> what it brings, as it is imported.
-EXTRAS = {"deepspeed": "deepspeed", "megatron": "megatron.core", "lab": "psutil", "plot": "matplotlib",
+EXTRAS = {"deepspeed": "deepspeed", "megatron": "megatron.core", "plot": "matplotlib",
           "metrics": "prometheus_client", "experts": "scipy", "join": "cryptography", "docs": "mkdocs, "
                                                                                               "material",
           "test": "pytest, scipy"}  # fmt: skip
@@ -144,10 +159,10 @@ def test_a_release_installs_in_a_clean_environment(built, release, extra, tmp_pa
     extras."""
     if release == "sdist" and extra:
         pytest.skip("what differs is the build, not the extras")
-    file = built[1]
+    file = built.wheel
     if release == "sdist":
         made = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", str(tmp_path),
-                str(built[0])]
+                str(built.sources)]
         subprocess.run(made, check=True, capture_output=True, env=venvs.clean_environ())
         (file,) = tmp_path.glob("*.tar.gz")
     python = venvs.make(tmp_path / "venv")

@@ -1,6 +1,6 @@
 """Tests the pytest plugin tests/selection.py, which decides how many of the slow tests run.
 
-Slow tests have the mark `full`. By default, a tenth of them runs, which the variable HOLMES_TEST_SEED
+Slow tests have the mark `full`. By default, one of 30 runs, which the variable HOLMES_TEST_SEED
 determines. The tests below run pytest with the plugin on a file that contains TESTS.
 """
 
@@ -57,7 +57,7 @@ def run(tmp_path, monkeypatch):
     """Return a function that runs pytest on a file with TESTS, and returns a PytestRun."""
     (tmp_path / "test_it.py").write_text(TESTS)
     monkeypatch.setenv("PYTHONPATH", str(selection.ROOT / "tests"))
-    monkeypatch.setenv("HOLMES_TEST_SEED", "1")  # determines which tenth of the slow tests runs
+    monkeypatch.setenv("HOLMES_TEST_SEED", "1")  # determines which share of the slow tests runs
     monkeypatch.delenv("HOLMES_TEST_FULL", raising=False)  # which selects all slow tests, or none
 
     def run_pytest(*arguments, status=0, **environment):
@@ -83,9 +83,9 @@ def count(names, prefix):
     return sum(name.startswith(prefix) for name in names)
 
 
-def test_a_landing_runs_a_tenth_that_the_seed_chooses(run):
+def test_a_landing_runs_a_share_that_the_seed_chooses(run):
     xml, names = run()
-    assert 5 <= count(names, "test_full") <= 40  # of 200, about a tenth
+    assert 1 <= count(names, "test_full") <= 20  # of 200, about one of 30
     assert {"test_always", "test_both[sample]"} <= set(names)
     left_out = TOTAL - len(names)
     assert properties(xml.find("testsuite")) == [("left_out", str(left_out)), ("seed", "1")]
@@ -98,8 +98,8 @@ def test_a_landing_runs_a_tenth_that_the_seed_chooses(run):
 
 def test_tests_with_a_slow_fixture_are_chosen_together(run):
     seed_by_choice = {}  # a seed that selects the 50 tests, and one that does not
-    for seed in map(str, range(50)):
-        seed_by_choice[selection.is_in_selected_tenth("slow fixture", seed)] = seed
+    for seed in map(str, range(500)):
+        seed_by_choice[selection.is_in_selected_share("slow fixture", seed)] = seed
     for is_chosen, seed in seed_by_choice.items():
         names = run(HOLMES_TEST_SEED=seed).names
         assert count(names, "test_together") == (50 if is_chosen else 0)

@@ -97,6 +97,23 @@ def test_the_summary_of_a_real_run(tmp_path):
     assert "  missing            NO RESULTS" in text
 
 
+def test_the_summary_names_second_tries(tmp_path):
+    pytest.importorskip("pytest_rerunfailures")
+    flaky = "tries = []\ndef test_flaky():\n    tries.append(1)\n    assert len(tries) > 1\n"
+    (tmp_path / "test_it.py").write_text(f"{flaky}def test_good():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "--reruns=1", "-o", "junit_family=xunit1"]
+    result = subprocess.run(
+        [*command, "--junitxml=part.xml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout
+    part = read_part(tmp_path / "part.xml")
+    assert part.tried_again == ("test_it.py::test_flaky",)
+    assert len(part.tests) == 2
+    lines = summary.summary([part], ROWS).splitlines()
+    heading = lines.index("Ran a second time after a failure (each is a defect to mend):")
+    assert lines[heading + 1] == "  part: test_it.py::test_flaky"
+
+
 def part_of(name: str, outcomes: list[Outcome]) -> Part:
     """Return the results of a run of pytest: one test of DDP with each of these outcomes."""
     results = []

@@ -1,11 +1,15 @@
 """Real installs in small fresh environments, for the tests of packaging and switching on. No network is
 needed."""
 
+import atexit
+import functools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -13,7 +17,33 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("holmes_ext", "patches", "examples", "setup.py", "pyproject.toml", "holmes_ext.pth", "README.md",
-           "LICENSE")
+           "LICENSE", "lab")
+
+
+@dataclass(frozen=True)
+class Built:
+    """The wheels of both distributions, holmes_ext and holmes_lab, and what they were built from."""
+
+    sources: Path  # of holmes_ext; those of holmes_lab are in its folder lab/
+    wheel: Path
+    editable: Path
+    lab_wheel: Path
+    lab_editable: Path
+
+
+@functools.cache
+def built() -> Built:
+    """Build the wheels of both distributions, once in this process."""
+    top = Path(tempfile.mkdtemp(prefix="holmes-wheels-"))
+    atexit.register(shutil.rmtree, top, ignore_errors=True)
+    sources = copy_sources(top / "src")
+    return Built(
+        sources=sources,
+        wheel=build(sources, top / "wheel"),
+        editable=build(sources, top / "editable", editable=True),
+        lab_wheel=build(sources / "lab", top / "lab-wheel"),
+        lab_editable=build(sources / "lab", top / "lab-editable", editable=True),
+    )
 
 
 def copy_sources(to: Path) -> Path:
@@ -22,7 +52,7 @@ def copy_sources(to: Path) -> Path:
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(source, to / name)
     return to

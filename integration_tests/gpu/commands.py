@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from carriers import LESS_MEMORY, PHYSICAL
+from carriers import LESS_MEMORY, ON_GPUS, PHYSICAL
 from checkouts import find_checkout
 from holmes_lab import Lab
 from holmes_lab.gpu.job import Gpus
@@ -29,7 +29,7 @@ from holmes_lab.process.job import RunResult
 
 from integration_tests.jobs import ROOT, SIZE
 from integration_tests.jobs import losses as losses_of_file
-from integration_tests.megatron_deepspeed.job import Checkout, read_log
+from integration_tests.megatron_deepspeed.job import PRELOADED, Checkout, read_log
 from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, job_arguments, write_job
 
 HERE = ROOT / "integration_tests" / "gpu"
@@ -176,7 +176,8 @@ def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str,
         "--tensor-model-parallel-size" in flags) + "pipeline 2, data 2"
     env = {**copy.env, **copy.stand_ins(words), "CUDA_HOME": str(apex),
            "PYTHONPATH": os.pathsep.join([str(apex), copy.env["PYTHONPATH"]])}
-    return Command(f"{name}, ZeRO {zero}", tuple(words), folder, ("torch", "deepspeed"),
+    preload = ("torch", "deepspeed") if ON_GPUS else PRELOADED
+    return Command(f"{name}, ZeRO {zero}", tuple(words), folder, preload,
                    lambda result, log: list(read_log(result).losses.values()), env, inside=copy.folder)
 
 

@@ -28,7 +28,8 @@ FIRST = ("time_limit", "srun_node_goes_down", "mpirun_sigterm", "holmes_lab_run"
 #: Exhaustive cases: all but one of those that run examples/, and further layouts of the same ranks.
 EXHAUSTIVE = {*(name for name in CASES if name.startswith("example_") and name != "example_mpi"),
           "srun_one_rank_a_node", "srun_cyclic", "srun_plane", "srun_heterogeneous", "mpirun_by_node",
-          "deepspeed_include"}
+          "deepspeed_include", "torchrun_two_ranks_a_node", "srun_arbitrary", "mpirun_rankfile",
+          "srun_on_some_nodes_of_the_file", "time_limit"}
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,

@@ -22,6 +22,9 @@ ON_CPU = (
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
     "--no-bias-dropout-fusion --no-async-tensor-model-parallel-allreduce --ds_fused_adam"
 ).split()
+#: What is imported once, before a process is forked for each rank: half of a short run's seconds otherwise.
+PRELOADED = ("torch", "deepspeed", "deepspeed.sequence.fpdt_layer",
+             "transformers.models.auto.tokenization_auto")
 TRAINING = (
     "--lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 0 --attention-dropout 0 "
     "--hidden-dropout 0 --seed 1234 --init-method-std 0.05 --split 90,5,5 --data-impl mmap --num-workers 0 "
@@ -106,6 +109,7 @@ class Checkout:
             "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         }
         rebase = self.folder / "examples_deepspeed" / "rebase"  # has GPT-2's vocabulary
+        self.on_cpu = list(ON_CPU)  # flags of pretrain_gpt.py
         tokens, merges = vocabulary or (rebase / "gpt2-vocab.json", rebase / "gpt2-merges.txt")
         self.vocabulary = ["--vocab-file", str(tokens), "--merge-file", str(merges)]
         self.corpus = self._make_corpus(folder)  # the training text, as token numbers
@@ -118,6 +122,10 @@ class Checkout:
         """
         load = "from deepspeed.ops.op_builder.cpu import FusedAdamBuilder; FusedAdamBuilder().load()"
         self.check([sys.executable, "-c", load])
+
+    def use_adam_of_torch(self) -> None:
+        """Train with torch's Adam, which needs no compiler, instead of DeepSpeed's."""
+        self.on_cpu.remove("--ds_fused_adam")
 
     def check(self, command: list[str], cwd: Path | None = None) -> None:
         env = {**os.environ, **self.env, **self.stand_ins(command)}
@@ -160,7 +168,7 @@ class Checkout:
                   shape=SHAPE) -> list[str]:
         """The command line of pretrain_gpt.py; `flags` come last and win."""
         return [
-            str(self.folder / "pretrain_gpt.py"), *shape, *TRAINING, *ON_CPU, *self.vocabulary,
+            str(self.folder / "pretrain_gpt.py"), *shape, *TRAINING, *self.on_cpu, *self.vocabulary,
             "--data-path", str(self.corpus), "--micro-batch-size", "2", "--global-batch-size", "16",
             "--train-iters", str(steps), *(["--bf16"] if dtype == "bf16" else []), "--deepspeed",
             "--deepspeed_config", str(config or self.config(zero, dtype)), "--zero-stage", str(zero), *flags,
@@ -174,7 +182,7 @@ class Checkout:
     def run(self, clusters, *arguments: str, env=None, **more):
         """Run it on every node of `clusters` (a LabOf); the lab's RunResult."""
         env = {**self.env, **self.stand_ins(arguments), **(env or {})}
-        return clusters.run(*arguments, preload=("torch", "deepspeed"), env=env, cwd=self.folder, **more)
+        return clusters.run(*arguments, preload=PRELOADED, env=env, cwd=self.folder, **more)
 
 
 def read_log(result) -> Log:

@@ -3,7 +3,7 @@
 Most tests train a small GPT twice: with --holmes, and without any flag of holmes ("stock"). They compare the
 losses that the script prints.
 
-CASES lists the combinations of parallelism, ZeRO stage and dtype. By default, the first of them and a tenth
+CASES lists the combinations of parallelism, ZeRO stage and dtype. By default, the first of them and few
 of the others run; HOLMES_TEST_FULL=1 runs all. tests/checkouts.py says where the checkout of
 Megatron-DeepSpeed is searched. Without a checkout, all tests are skipped.
 """
@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 from checkouts import find_checkout, why_missing
 
-from integration_tests.jobs import CLUSTER, fast, full, some
+from integration_tests.jobs import CLUSTER, FULL, fast, full, some
 from integration_tests.megatron_deepspeed.job import Checkout, holmes_lines, read_log
 
 SOURCE = find_checkout("Megatron-DeepSpeed")
-STEPS = 20  # optimizer steps of a run that compares losses
+STEPS = 20 if FULL else 8  # optimizer steps of a run that compares losses
 pytestmark = [
     pytest.mark.row("Megatron-DeepSpeed's pretrain_gpt.py"),
     pytest.mark.skipif(SOURCE is None, reason=why_missing("Megatron-DeepSpeed")),
@@ -127,7 +127,10 @@ def checkout(tmp_path_factory):
     pytest.importorskip("nltk", reason="Megatron-DeepSpeed's preprocess_data.py needs: pip install nltk")
     folder = tmp_path_factory.mktemp("megatron_deepspeed")
     copy = Checkout(SOURCE, folder)
-    copy.compile_adam()  # DeepSpeed's C++ extension: the first job would take too long if it compiled it
+    if FULL:
+        copy.compile_adam()  # takes a minute of a core; the first job would take too long if it compiled it
+    else:
+        copy.use_adam_of_torch()
     yield copy
     shutil.rmtree(folder)
 
@@ -178,9 +181,10 @@ def test_same_losses_as_stock_and_gradients_inside_clusters(checkout, two_cluste
         tolerance = OTHER_ORDER if case.dtype == "fp32" else 1e-2  # bf16 rounds
         assert ours.losses == pytest.approx(stock.losses, abs=tolerance)
         assert "tied weights summed in two levels" in ours.lines[0]
-        # With STOCK_ORDER, holmes adds in stock's order, and no digit differs.
-        in_order, _ = train(checkout, two_clusters, *holmes_flags, **precision, env=STOCK_ORDER)
-        assert in_order.losses == stock.losses
+        if FULL:  # a landing compares the orders in deepspeed/test_tied.py
+            # With STOCK_ORDER, holmes adds in stock's order, and no digit differs.
+            in_order, _ = train(checkout, two_clusters, *holmes_flags, **precision, env=STOCK_ORDER)
+            assert in_order.losses == stock.losses
     else:
         # At most two numbers are added, which have only one order.
         assert ours.losses == stock.losses
@@ -279,6 +283,7 @@ def convert_as_advised(line: str, checkout, folder: Path) -> None:
     checkout.check([sys.executable, *command[1].split()])
 
 
+@full  # rows/test_rows.py exchanges checkpoints in each landing
 @pytest.mark.timeout(1200)
 def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
         checkout, two_clusters, tmp_path, exhaustive):
@@ -329,9 +334,9 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
     assert losses == {step: loss for step, loss in uninterrupted.items() if step > 6}
 
 
+@full  # deepspeed/test_overlap.py compares losses in each landing
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("zero, dtype", [(1, "fp32"), pytest.param(0, "fp32", marks=full),
-                                         pytest.param(0, "bf16", marks=full)])
+@pytest.mark.parametrize("zero, dtype", [(1, "fp32"), (0, "fp32"), (0, "bf16")])
 def test_overlapped_reduction_leaves_the_losses(checkout, two_clusters, zero, dtype):
     """Reducing gradients during backward passes gives exactly the losses of the job without holmes."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=8, zero=zero, dtype=dtype)

@@ -22,7 +22,7 @@ from holmes_lab.process.job import RunResult
 
 from integration_tests.gpu import commands
 from integration_tests.gpu.commands import LOG, Command
-from integration_tests.jobs import MEGATRON, ON_CPU, PRELOAD_MEGATRON, ROOT, SIZE, losses
+from integration_tests.jobs import FULL, MEGATRON, ON_CPU, PRELOAD_MEGATRON, ROOT, SIZE, losses
 from integration_tests.rows.job import (
     CHECKPOINT_FOLDER,
     EXACT,
@@ -326,7 +326,7 @@ def zero_job(stage: int) -> Job:
             read=commands._printed,  # the script prints its losses
         ),
         groups=TWO_LEVELS if has_two_levels else WORLD,  # that `holmes report` must list
-        checkpoints=SAVE_AFTER,
+        checkpoints=SAVE_AFTER if stage in (1, 3) or FULL else None,
         reports_reductions=has_two_levels,  # holmes reports only reductions that it makes itself
         features=frozenset({"two-level", "telemetry-deepspeed"}),  # of holmes, which must be active
         packages=("deepspeed",),
@@ -400,6 +400,13 @@ def losses_of_megatron_lm(printed: list[float]) -> list[float]:
     return [first, 2 * mean_of_both - first]
 
 
+CHECKPOINTS_OF_MEGATRON_CORE = Checkpoints(
+    save_arguments=("--save", CHECKPOINT_FOLDER, "--save-every", str(SAVED_STEP)),
+    load_arguments=("--load", CHECKPOINT_FOLDER),
+    rewind=rewind_megatron_core_example,
+)
+
+
 def megatron_core_job(program: Path, variant: str, **fields) -> Job:
     """Return a job that trains a GPT with megatron-core in two pipeline stages, one in each cluster.
 
@@ -421,11 +428,7 @@ def megatron_core_job(program: Path, variant: str, **fields) -> Job:
             env={"PYTHONPATH": path_of_cpu_stand_ins},
         ),
         groups=STAGE_A_CLUSTER,  # process groups that `holmes report` must list
-        checkpoints=Checkpoints(
-            save_arguments=("--save", CHECKPOINT_FOLDER, "--save-every", str(SAVED_STEP)),
-            load_arguments=("--load", CHECKPOINT_FOLDER),
-            rewind=rewind_megatron_core_example,
-        ),
+        checkpoints=CHECKPOINTS_OF_MEGATRON_CORE if variant == "--holmes" or FULL else None,
         pipeline_stages=2,
         tolerance=EXACT,  # the losses must equal those without holmes bit by bit
         packages=("megatron.core",),
@@ -448,7 +451,7 @@ def megatron_lm(folder: Path) -> Command:
     command = commands.megatron_lm(folder, find_checkout("Megatron-LM"))
     if not ON_GPUS:
         words = tuple(word for word in command.words if word != "--use-distributed-optimizer")
-        command = replace(command, words=words)
+        command = replace(command, words=words, preload=("megatron.training.training",))
     return with_arguments(command, *MEGATRON_STEPS)
 
 
@@ -521,7 +524,8 @@ def torchtitan(folder: Path) -> Command:
     """
     command = commands.torchtitan(folder, "HSDP", ranks=4)
     words = [word for word in command.words if word != "--checkpoint.load_only"]
-    return replace(command, words=(*words, "--training.steps", str(STEPS)))
+    preload = () if ON_GPUS else ("torch",)  # torchtitan itself imports pyarrow, which starts a thread
+    return replace(command, words=(*words, "--training.steps", str(STEPS)), preload=preload)
 
 
 TORCHTITAN_JOBS = (

@@ -17,7 +17,6 @@ The labs must not be in user namespaces: `Templates` then returns None, and the 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -54,10 +53,8 @@ class Templates:
     """
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="holmes-templates-"))
         self._templates: dict[TemplateKey, _Template] = {}  # the least recently used one first
         self._retired: list[_Template] = []
-        self._started = 0
 
     def __enter__(self) -> Templates:
         return self
@@ -108,11 +105,8 @@ class Templates:
             template.control.close()
         for template in templates:
             template.process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, key: TemplateKey, roots: str) -> _Template:
-        self._started += 1
-        log = self._folder / f"{self._started}.log"
         started: list[subprocess.Popen[bytes]] = []
 
         def spawn(descriptors: list[int]) -> None:
@@ -131,8 +125,11 @@ class Templates:
             started.append(process)
 
         try:
-            control = zygote.start(spawn, log, key.modules)
+            # Its output matters only if it cannot start. No file is left if this process is killed later.
+            with tempfile.TemporaryDirectory(prefix="holmes-template-") as folder:
+                control = zygote.start(spawn, Path(folder, "log"), key.modules)
         except HolmesError:
+            started[0].kill()  # threads of a module might keep it from ending
             started[0].wait()
             raise
         return _Template(started[0], control)

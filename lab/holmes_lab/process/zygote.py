@@ -131,7 +131,7 @@ def serve_template(modules: list[str], control_number: int) -> launch.Entry | No
         for descriptor in descriptors:
             os.close(descriptor)
     _wait_for_children()
-    return None
+    os._exit(0)
 
 
 def _enter_lab(lab_init: int, control_number: int, log: int) -> launch.Entry | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.jobs import some
+from integration_tests.jobs import full, some
 
 ROOT = Path(__file__).parents[3]
 CODE = """
@@ -116,6 +116,7 @@ json.dump({"differ": differ, "compared": compared, "taken": taken}, sys.stdout)
 """
 
 
+@full
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_every_order_gives_rank_generators_groups():
     """All 120 orders of the axes, with context and expert sizes; and orders that leave axes out or cannot be
