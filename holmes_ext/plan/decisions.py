@@ -15,8 +15,7 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import both_ways, schedule
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.reductions.tied import twins
-from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
+from holmes_ext.plan.cost.reductions import TwoLevels, twins
 from holmes_ext.plan.cost.stage_sums import Sums
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.engine import EngineTraits

@@ -17,10 +17,14 @@ from math import inf
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.reductions.reduction import PricedReduction
-from holmes_ext.plan.cost.reductions.sharded import Sharded
-from holmes_ext.plan.cost.reductions.tied import by_pairs, in_two_levels, twins
-from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
+from holmes_ext.plan.cost.reductions import (
+    PricedReduction,
+    Sharded,
+    TwoLevels,
+    by_pairs,
+    in_two_levels,
+    twins,
+)
 from holmes_ext.plan.cost.stage_sums import FoldedStages, StageSums
 from holmes_ext.plan.cost.stages import Row, StageCosts, estimate
 from holmes_ext.plan.placement.fold import Fold

@@ -11,9 +11,15 @@ from typing import Any, TypeVar
 
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.reductions.reduction import NONE, PricedReduction
-from holmes_ext.plan.cost.reductions.sharded import Sharded, inside_clusters, owners
-from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
+from holmes_ext.plan.cost.reductions import (
+    NONE,
+    PricedReduction,
+    Sharded,
+    TwoLevels,
+    inside_clusters,
+    owners,
+    two_levels,
+)
 from holmes_ext.plan.placement.families import GroupFamily
 from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.placement.placement import Placement
