@@ -18,7 +18,7 @@ from holmes_ext.plan.arrange.orders import Orders
 from holmes_ext.plan.arrange.place import fastest_first
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.rank_model import RankModel

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from holmes_ext.plan.buckets import buffer_bytes
-from holmes_ext.plan.cost.memory import state_bytes, working_bytes
-from holmes_ext.plan.cost.model import Gpu, Layer, Model
+from holmes_ext.plan.cost.model import Gpu, Layer, Model, state_bytes, working_bytes
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import Workload
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import inf
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.memory import in_flight
+from holmes_ext.plan.cost.model import in_flight
 from holmes_ext.plan.cost.pipeline import Estimate, both_ways, formula_ends, schedule, walked_ends
 from holmes_ext.plan.workload import StageLoad, passes_s
 
