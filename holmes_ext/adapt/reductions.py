@@ -19,7 +19,7 @@ from holmes_ext.adapt.pipeline import GAIN, MEASURED, Trials
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.network import Price
-from holmes_ext.plan.cost.stage_sums import Sums
+from holmes_ext.plan.cost.price import Sums
 from holmes_ext.plan.decide import decisions
 from holmes_ext.plan.decisions import Decisions
 from holmes_ext.plan.engine import EngineTraits
