@@ -2,8 +2,7 @@
 
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices, price
-from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.placement.families import family_of
 from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.sizes import Sizes

@@ -35,7 +35,7 @@ from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import walked_ends
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import RankModel
 from holmes_ext.plan.decide import decisions, site_of
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile

@@ -22,7 +22,7 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import RankModel
 from holmes_ext.plan.decisions import Decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.placement.placement import Placement

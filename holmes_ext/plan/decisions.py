@@ -14,9 +14,8 @@ from holmes_ext.plan.buckets import bucket_bytes
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import both_ways, schedule
 from holmes_ext.plan.cost.price import Prices, Sums
-from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.reductions import TwoLevels, twins
-from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.passes import PassOrder
 from holmes_ext.plan.placement.families import family_of

@@ -21,7 +21,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import RankModel
 from holmes_ext.plan.plan import load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, VERBS, CrossClusterAlgorithm

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
-from holmes_ext.plan.cost.rank_model import RankModel
 from holmes_ext.plan.cost.reductions import (
     NONE,
     PricedReduction,
@@ -32,7 +31,7 @@ from holmes_ext.plan.cost.reductions import (
     twins,
     two_levels,
 )
-from holmes_ext.plan.cost.stages import Row, StageCosts, estimate
+from holmes_ext.plan.cost.stages import RankModel, Row, StageCosts, estimate
 from holmes_ext.plan.placement.families import GroupFamily
 from holmes_ext.plan.placement.fold import Fold
 from holmes_ext.plan.placement.placement import Content, Placement

@@ -13,8 +13,7 @@ from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel, kinds_of
-from holmes_ext.plan.cost.stages import StageCosts, estimate
+from holmes_ext.plan.cost.stages import RankModel, StageCosts, estimate, kinds_of
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.rules import FLAT, Rules

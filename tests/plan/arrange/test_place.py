@@ -15,8 +15,7 @@ from holmes_ext.plan.arrange.pack import pack
 from holmes_ext.plan.arrange.place import distinct_orders, fastest_first, order_count
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.decide import straddles_of
 from holmes_ext.plan.placement.placement import Placement
 from holmes_ext.plan.rules import Rules
