@@ -26,7 +26,7 @@ from holmes_ext.plan.across import best_order
 from holmes_ext.plan.arrange.pack import pack
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.rules import FLAT, TWO_LEVEL
 from holmes_ext.plan.sizes import Sizes
 

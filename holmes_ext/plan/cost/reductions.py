@@ -1,6 +1,6 @@
 """How gradients are summed: each reduction prices itself, and says which NICs and links it uses.
 
-A reduction is made for one family of groups (plan/placement/fold.py): its prices where it is alone, its flows
+A reduction is made for one family of groups (plan/placement.py): its prices where it is alone, its flows
 for the simulation.
 
     PricedReduction   one ring over all ranks of a group
@@ -45,8 +45,7 @@ from holmes_ext.cluster.fabric import Fabric
 from holmes_ext.plan.across import ways_across
 from holmes_ext.plan.buckets import chunk_bytes, chunks_of
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
-from holmes_ext.plan.placement.families import GroupFamily, GroupPart
-from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.placement import Fold, GroupFamily, GroupPart
 from holmes_ext.plan.traffic import CrossClusterAlgorithm, Pair
 
 #: Of a transfer.

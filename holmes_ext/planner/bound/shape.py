@@ -13,7 +13,7 @@ from holmes_ext.plan.cost.model import in_flight
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions import SHARES
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
 
 

@@ -19,8 +19,7 @@ from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.reductions import WORTH, PricedReduction, TwoLevels, two_levels
 from holmes_ext.plan.cost.stages import Rows, StageCosts
 from holmes_ext.plan.engine import POSTED
-from holmes_ext.plan.placement.families import GroupFamily
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import GroupFamily, Placement
 from holmes_ext.planner.simulate.execution import Execution
 
 

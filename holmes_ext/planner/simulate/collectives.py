@@ -33,8 +33,7 @@ from holmes_ext.plan.cost.reductions import (
     twins,
     two_levels,
 )
-from holmes_ext.plan.placement.families import GroupFamily
-from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.placement import Fold, GroupFamily
 from holmes_ext.planner.simulate.events import Transfer
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.transfers import TransferMaker

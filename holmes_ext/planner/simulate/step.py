@@ -24,8 +24,7 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import price
 from holmes_ext.plan.cost.stages import RankModel, StageCosts, narrowed
 from holmes_ext.plan.passes import PassOrder
-from holmes_ext.plan.placement.fold import Fold
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import Fold, Placement
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.simulate.collective_ops import CollectiveOps, Operations
 from holmes_ext.planner.simulate.events import Op, Simulation, Span, Transfer, Transfers
