@@ -24,10 +24,9 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.stages import RankModel
 from holmes_ext.plan.decisions import Decisions
-from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.engine import EngineTraits, rules_of
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan, Straddle
-from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
 from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, ReductionSpec
 from holmes_ext.plan.workload import Workload

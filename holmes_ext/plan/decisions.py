@@ -16,11 +16,10 @@ from holmes_ext.plan.cost.pipeline import both_ways, schedule
 from holmes_ext.plan.cost.price import Prices, Sums
 from holmes_ext.plan.cost.reductions import TwoLevels, twins
 from holmes_ext.plan.cost.stages import RankModel, estimate
-from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.engine import EngineTraits, rules_of
 from holmes_ext.plan.passes import PassOrder
 from holmes_ext.plan.placement import family_of
 from holmes_ext.plan.plan import NOMINAL, Plan, name_of, pairs_with_group
-from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import SOCKETS, Edge, ReductionSpec, Traffic, same
 from holmes_ext.plan.workload import StageLoad, passes_s

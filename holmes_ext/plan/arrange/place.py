@@ -26,8 +26,8 @@ from typing import TypeVar
 from holmes_ext.plan.across import best_order
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.engine import FLAT, TWO_LEVEL
 from holmes_ext.plan.placement import Placement
-from holmes_ext.plan.rules import FLAT, TWO_LEVEL
 from holmes_ext.plan.sizes import Sizes
 
 #: Steps of a search at most.

@@ -32,8 +32,8 @@ from holmes_ext.plan.cost.reductions import (
     two_levels,
 )
 from holmes_ext.plan.cost.stages import RankModel, Row, StageCosts, estimate
+from holmes_ext.plan.engine import FLAT, TWO_LEVEL, Rules
 from holmes_ext.plan.placement import Content, Fold, GroupFamily, Placement
-from holmes_ext.plan.rules import FLAT, TWO_LEVEL, Rules
 from holmes_ext.plan.sizes import INSIDE
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.decide import straddles_of
+from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.placement import Placement
-from holmes_ext.plan.rules import Rules
 from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.workload import Workload
 
