@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options
+
+if TYPE_CHECKING:
+    from holmes_ext.options import Options
 
 #: How a stage awaits what it sends and receives: each operation by itself; those of a pass together with what
 #: the next one needs; or receives are posted beforehand and nobody waits for sends.

@@ -30,8 +30,8 @@ from holmes_ext.plan.engine import FLAT, TWO_LEVEL
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.sizes import Sizes
 
-#: Steps of a search at most.
-BUDGET = 150_000
+#: Steps of pack()'s search at most.
+PACK_BUDGET = 150_000
 #: (fabric, class of nodes, how many of them).
 Gift = tuple[str, int, int]
 
@@ -44,8 +44,8 @@ def pack(
 
     Whether it fits depends on numbers modulo `size` only, so the search goes over the classes, and its state
     is what each fabric that can still get nodes has beyond whole components. The parts come in the order of
-    classes. Where most nodes are on three fast fabrics or more the states can be too many; then only BUDGET
-    steps are looked at.
+    classes. Where most nodes are on three fast fabrics or more the states can be too many; then only
+    PACK_BUDGET steps are looked at.
     """
     if size == 1:
         return [(number,) for number, count in counts.items() for _ in range(count)]
@@ -54,7 +54,7 @@ def pack(
     while waiting:
         number = waiting.pop(0)
         later = {home for other in waiting for home in homes[other]}
-        states = _next(states, number, counts[number], homes[number], later, size, BUDGET // len(counts))
+        states = _next(states, number, counts[number], homes[number], later, size, PACK_BUDGET // len(counts))
     if not states:
         return None
     nodes: dict[str, list[int]] = {}
