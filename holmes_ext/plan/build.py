@@ -17,8 +17,7 @@ from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.price import Prices, price
 from holmes_ext.plan.cost.stages import RankModel, StageCosts, estimate, predict
-from holmes_ext.plan.decide import derive_traffic
-from holmes_ext.plan.decisions import asked_in_flight
+from holmes_ext.plan.decide import asked_in_flight, derive_traffic
 from holmes_ext.plan.engine import EngineTraits, rules_of
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan
