@@ -25,8 +25,8 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from holmes_ext.patches.engine.call import signature_of
 from holmes_ext.patches.engine.patch import Patch
+from holmes_ext.patches.engine.wrap import signature_of
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
-from holmes_ext.patches.engine.call import arguments_of
+from holmes_ext.patches.engine.wrap import arguments_of
 from holmes_ext.patches.megatron.core import sizes_of
 from holmes_ext.patches.torch.features import LATE_START
 from holmes_ext.plan.sizes import sizes_text
