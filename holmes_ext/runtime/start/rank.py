@@ -27,8 +27,7 @@ from holmes_ext.runtime.groups.transport import node_environment
 from holmes_ext.runtime.planning import PlanMaker, PlanRequest
 from holmes_ext.runtime.start import hostfile, launcher, preflight
 from holmes_ext.runtime.start.exchange import exchange
-from holmes_ext.runtime.start.left_layers import left_layers
-from holmes_ext.runtime.start.store import open_store
+from holmes_ext.runtime.start.store import left_layers, open_store
 from holmes_ext.words import some_of
 
 #: How long a rank that has only an error to report waits for somebody to report it to, in seconds.
