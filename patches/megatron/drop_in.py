@@ -19,8 +19,7 @@ from holmes_ext.patches.megatron.core import sizes_of
 from holmes_ext.patches.torch.features import LATE_START
 from holmes_ext.plan.sizes import sizes_text
 from holmes_ext.runtime import session
-from holmes_ext.runtime.backend import nccl_backend_in, timeout_of
-from holmes_ext.runtime.backend_table import Connect, traits_of
+from holmes_ext.runtime.backend import Connect, nccl_backend_in, timeout_of, traits_of
 from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.store import until_gone

@@ -28,8 +28,8 @@ from holmes_ext.runtime.backend import (
     backends,
     nccl_backend_in,
     options_of,
+    traits_of,
 )
-from holmes_ext.runtime.backend_table import traits_of
 from holmes_ext.runtime.group_kinds import kind_of
 from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_forget

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from holmes_ext.runtime import group_kinds as kinds
 from holmes_ext.runtime import session
-from holmes_ext.runtime.backend import backend_of
-from holmes_ext.runtime.backend_table import traits_of
+from holmes_ext.runtime.backend import backend_of, traits_of
 
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
