@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from holmes_ext.cluster.site import Port
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of
@@ -45,6 +44,7 @@ from holmes_ext.words import some_of
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric
+    from holmes_ext.cluster.site import Port
 
 _KEY = "first_failure"
 #: Beginning of a message about bad input, in the job's store. The message alone is enough for the user.
