@@ -36,8 +36,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.planning import PlanMaker
-from holmes_ext.runtime.sockets.addresses import listen
-from holmes_ext.runtime.sockets.listener import Guest, Listener
+from holmes_ext.runtime.sockets import Guest, Listener, listen
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.preflight_verdict import Finding, decide
 from holmes_ext.runtime.start.store import awaited, gathered, put_in
