@@ -22,7 +22,6 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, traits_of
 
 if TYPE_CHECKING:
-    from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.measure.on_device import Mark
 
 KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world", "other")
