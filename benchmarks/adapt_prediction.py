@@ -28,9 +28,9 @@ from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.plan.build import build_plan, costs_of
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import RankModel
+from holmes_ext.plan.engine import rules_of
 from holmes_ext.plan.profile import Profile, load_profile
-from holmes_ext.plan.rules import rules_of
 from holmes_ext.report.files import load
 
 TRAITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON}

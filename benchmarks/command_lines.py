@@ -34,7 +34,7 @@ from holmes_ext.patches.megatron.command_line.flags import READ
 from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
 from holmes_ext.patches.megatron.command_line.settings import words
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.as_plan import given

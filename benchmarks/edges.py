@@ -42,8 +42,7 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import Model, load_model
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.step import simulate

@@ -24,7 +24,7 @@ from holmes_ext.plan.arrange.place import place
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import RankModel
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, CrossClusterAlgorithm
 from holmes_ext.plan.workload import Workload

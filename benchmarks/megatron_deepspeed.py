@@ -56,8 +56,7 @@ from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.options import Options
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import Model, load_model
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.samples import examples
 

@@ -33,9 +33,9 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.plan.arrange.spread import Stages, spread
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.search import proven, search
 from holmes_ext.planner.search.simulated import timed

@@ -33,8 +33,7 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.model_file import load_model, on_clusters
+from holmes_ext.plan.cost.model import Model, load_model, on_clusters
 from holmes_ext.plan.cost.network import stock_fabric
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.simulate.execution import Execution

@@ -140,7 +140,7 @@ def healthy_main(out: str, *command: str) -> None:
     import torch.distributed as dist
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    from holmes_ext.runtime.watch import nic_watch
+    from holmes_ext.runtime.watch import failure
 
     everything, train_batch, timings = Everything(), PipelineEngine.train_batch, []
 
@@ -159,7 +159,7 @@ def healthy_main(out: str, *command: str) -> None:
     end = dist.destroy_process_group
 
     def write(*args):
-        watch, begin = nic_watch.NicWatch(20.0), time.thread_time()
+        watch, begin = failure.NicWatch(20.0), time.thread_time()
         for number in range(500):
             watch.poll(float(number))
         timings.append((-1, "look", (time.thread_time() - begin) / 500))

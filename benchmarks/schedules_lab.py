@@ -25,7 +25,7 @@ from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.rules import rules_of
+from holmes_ext.plan.engine import rules_of
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.launch_flags import launches
 from holmes_ext.planner.search.as_plan import plan_of

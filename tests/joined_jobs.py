@@ -22,7 +22,7 @@ from holmes_ext.join.peers.routes import Peer, RankIdentity, Routes
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.weights import Part, Tensor, Weights, row_of
 from holmes_ext.join.sockets.handshake import Credentials
-from holmes_ext.runtime.sockets.addresses import address_text
+from holmes_ext.runtime.sockets import address_text
 
 TOKEN = "a token for these tests"
 

@@ -2,10 +2,9 @@
 
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices, price
-from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.stages import estimate
-from holmes_ext.plan.placement.families import family_of
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.cost.stages import RankModel, estimate
+from holmes_ext.plan.engine import Rules
+from holmes_ext.plan.placement import family_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import Workload
 from holmes_ext.planner.simulate.step import JobStep

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from checkouts import find_checkout
 
 from holmes_ext.patches import Patch
-from holmes_ext.patches.engine.source import _parsed, _statements, find_module
+from holmes_ext.patches.engine.location import _parsed, _statements, find_module
 
 Parameter = inspect.Parameter
 

@@ -11,7 +11,7 @@ from holmes_ext.cluster.site import Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import Workload
 from holmes_ext.runtime.session import Session

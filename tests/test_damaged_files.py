@@ -21,7 +21,7 @@ from holmes_ext.doctor.side_by_side import NodeCheck, load_check
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed import ds_config
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.plan import check_plan, load_plan
 from holmes_ext.plan.sizes import Sizes
 

@@ -22,7 +22,7 @@ from holmes_ext.plan.arrange.orders import launched
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.rules import REDUCTIONS, rules_of
+from holmes_ext.plan.engine import REDUCTIONS, rules_of
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes, divisors
 from holmes_ext.planner.launch_flags import limited

@@ -11,8 +11,7 @@ from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, parse_spec
 from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.cost.model_file import on_clusters
+from holmes_ext.plan.cost.model import Gpu, Model, on_clusters
 
 FILE = Path(__file__).with_name("scenes.toml")
 RUNS = LAB, SIMULATION = "lab", "simulation"

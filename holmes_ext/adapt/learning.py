@@ -31,8 +31,7 @@ from holmes_ext.plan.traffic import VERBS
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.session import Session
-from holmes_ext.runtime.start.left_layers import leave_layers
-from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect
+from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect, leave_layers
 from holmes_ext.words import tell_user
 
 #: Steps that are left out at the start, steps of a window.

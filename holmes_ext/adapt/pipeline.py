@@ -5,7 +5,7 @@ flight.
     PipelineEvaluator      step after step: what to change, whether it brought what was predicted, what to
                            take back
 
-The price and the code are those of the start (plan/decisions.py, plan/cost/pipeline.py). Nothing flaps: a
+The price and the code are those of the start (plan/decide.py, plan/cost/pipeline.py). Nothing flaps: a
 change must be predicted to bring GAIN of a step; one that does not bring KEPT of it is taken back, and is not
 tried again until what was measured differs by OTHER.
 """
@@ -21,8 +21,7 @@ from holmes_ext.options import Options
 from holmes_ext.plan import partition
 from holmes_ext.plan.cost.pipeline import SETTLED, WORTH_MORE, walked_ends
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.decide import decisions
-from holmes_ext.plan.decisions import Decisions
+from holmes_ext.plan.decide import Decisions, decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile

@@ -4,7 +4,7 @@ two levels, in which buckets or chunks, how across.
     measured_networks(plan, ...)   the plan with each network as fast as the sums on it were
     SumEvaluator                   step after step: what to change, whether it brought what was predicted
 
-The price and the code are those of the start (plan/decisions.py), and nothing flaps, as in adapt/pipeline.py.
+The price and the code are those of the start (plan/decide.py), and nothing flaps, as in adapt/pipeline.py.
 A sum that goes another way adds in another order: losses differ by float32's rounding from there on.
 """
 
@@ -19,9 +19,8 @@ from holmes_ext.adapt.pipeline import GAIN, MEASURED, Trials
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.options import Options
 from holmes_ext.plan.cost.network import Price
-from holmes_ext.plan.cost.stage_sums import Sums
-from holmes_ext.plan.decide import decisions
-from holmes_ext.plan.decisions import Decisions
+from holmes_ext.plan.cost.price import Sums
+from holmes_ext.plan.decide import Decisions, decisions
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import ReductionSpec

@@ -22,12 +22,11 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
+from holmes_ext.plan.cost.stages import RankModel, StageCosts, estimate, predict
+from holmes_ext.plan.engine import rules_of
 from holmes_ext.plan.partition import METHODS
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import load_profile
-from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.plan.workload import Workload

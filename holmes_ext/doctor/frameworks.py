@@ -16,8 +16,8 @@ from pathlib import Path
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.patches.conflicts import WITH_GIL, conflicts, without_gil
 from holmes_ext.patches.engine import location
+from holmes_ext.patches.engine.location import find_module, source_misfit
 from holmes_ext.patches.engine.patch import Feature, Patch
-from holmes_ext.patches.engine.source import find_module, source_misfit
 from holmes_ext.patches.megatron.unused import UNUSED
 
 #: Distributions that change torch, DeepSpeed or Megatron when they are imported: name -> what they do.

@@ -20,7 +20,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import Credentials, call
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets.addresses import split_address
+from holmes_ext.runtime.sockets import split_address
 
 #: Where `holmes join serve` listens when nothing else is said.
 PORT = 29600

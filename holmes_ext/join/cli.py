@@ -21,7 +21,7 @@ from holmes_ext.join.coordinator.server import CoordinatorServer
 from holmes_ext.join.sockets.certificates import MISSING
 from holmes_ext.join.sockets.handshake import Credentials, printable
 from holmes_ext.join.token import exposure_of, served_token, token_from, warning_of
-from holmes_ext.runtime.sockets.addresses import split_address
+from holmes_ext.runtime.sockets import split_address
 from holmes_ext.units import format_rate
 
 _EPILOG = """\

@@ -20,7 +20,7 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
 from holmes_ext.join.simulated_rounds import JoinedJob, simulate_round
 from holmes_ext.plan.across import hop_loads
-from holmes_ext.plan.cost.reductions.two_levels import SHARES
+from holmes_ext.plan.cost.reductions import SHARES
 
 #: There and back, in a round.
 TRIPS = 3

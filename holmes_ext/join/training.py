@@ -28,7 +28,7 @@ from holmes_ext.join.settings import OuterSettings, parse_outer
 from holmes_ext.join.token import token_from, warning_of
 from holmes_ext.options import Options
 from holmes_ext.runtime.measure import telemetry
-from holmes_ext.runtime.sockets.addresses import address_text, is_loopback
+from holmes_ext.runtime.sockets import address_text, is_loopback
 from holmes_ext.words import tell_user
 
 if TYPE_CHECKING:

@@ -16,15 +16,12 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.pipeline import Estimate, uniform
 from holmes_ext.plan.cost.price import Prices, price
-from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
-from holmes_ext.plan.decide import derive_traffic
-from holmes_ext.plan.decisions import asked_in_flight
-from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.cost.stages import RankModel, StageCosts, estimate, predict
+from holmes_ext.plan.decide import asked_in_flight, derive_traffic
+from holmes_ext.plan.engine import EngineTraits, rules_of
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
-from holmes_ext.plan.rules import rules_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import StageLoad, Workload
 

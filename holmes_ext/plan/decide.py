@@ -2,8 +2,10 @@
 
     derive_traffic(plan, site)   the plan with the ports that there are: by `holmes
                                  plan`, at a job's start, when a port fails
-    complete_plan(plan, sizes)         for other sizes, which a framework tells when it starts
-    spec_of_group(...)            for groups that are not planned: the same rules, with the plan's own rates
+    complete_plan(plan, sizes)   for other sizes, which a framework tells when it starts
+    spec_of_group(...)           for groups that are not planned: the same rules, with the plan's own rates
+    Decisions                    of the groups of one network API (verbs, sockets): how gradients are summed,
+                                 how stages send
 """
 
 from __future__ import annotations
@@ -12,25 +14,231 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+from holmes_ext import extensions
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan.buckets import FEWEST, SMALLEST_BYTES
+from holmes_ext.plan.buckets import FEWEST, SMALLEST_BYTES, bucket_bytes
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.decisions import Decisions
-from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.placement.placement import Placement
-from holmes_ext.plan.plan import NOMINAL, Plan, Straddle
-from holmes_ext.plan.rules import rules_of
+from holmes_ext.plan.cost.pipeline import both_ways, schedule, uniform
+from holmes_ext.plan.cost.price import Prices, Sums
+from holmes_ext.plan.cost.reductions import TwoLevels, twins
+from holmes_ext.plan.cost.stages import RankModel, estimate
+from holmes_ext.plan.engine import EngineTraits, rules_of
+from holmes_ext.plan.passes import PassOrder
+from holmes_ext.plan.placement import Placement, family_of
+from holmes_ext.plan.plan import NOMINAL, Plan, Straddle, name_of, pairs_with_group
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
-from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS, PlannedFabric, ReductionSpec
-from holmes_ext.plan.workload import Workload
+from holmes_ext.plan.traffic import (
+    NETWORK_APIS,
+    SOCKETS,
+    VERBS,
+    Edge,
+    PlannedFabric,
+    ReductionSpec,
+    Traffic,
+    same,
+)
+from holmes_ext.plan.workload import StageLoad, Workload, passes_s
+
+#: A bucket of a group in one node, where no network says how large: torch DistributedDataParallel's
+#: bucket_cap_mb.
+INSIDE_BYTES = 25 * 2**20
+#: Beyond it a sum does not change how it goes.
+LARGE_BYTES = float(2**30)
+
+
+class Decisions:
+    """site: the plan's networks as the network API reaches them."""
+
+    def __init__(self, plan: Plan, network_api: str, site: Site, options: Options, engine: EngineTraits):
+        self.plan, self.network_api, self.options, self.engine = plan, network_api, options, engine
+        sizes = plan.sizes or Sizes().complete(plan.world_size)
+        self.network = Network(site)
+        self.placement = self.network.placement(plan.nodes, sizes)
+        rules = rules_of(engine, options, network_api == SOCKETS)
+        job = RankModel.of_workload(plan.workload, sizes)
+        self.prices = Prices(self.network, replace(job, tied_bytes=LARGE_BYTES), rules)
+
+    def traffic(self) -> Traffic:
+        plan, transports = self.plan, dict[str, list[str]]()
+        for kind, ranks in plan.groups():
+            transports.setdefault(kind, []).append(name_of(plan.fabric_of(ranks, self.network_api)))
+        listed = {kind: same(tuple(names)) for kind, names in transports.items()}
+        return self.with_order(
+            Traffic((self.network_api,), listed, self.reductions(), self.edges(), tied=self.tied())
+        )
+
+    # ------------------------------------------------------------------- reductions
+
+    def reductions(self) -> tuple[ReductionSpec, ...]:
+        """Of every stage."""
+        return tuple(self.reduction(stage, overlap) for stage, overlap in enumerate(self._overlapped()))
+
+    def _overlapped(self) -> Sequence[bool]:
+        """By itself: where one reduction after a stage's last backward would end after the first stage's last
+        one. (Frameworks overlap on the first stage only, which is right on one uniform network.)"""
+        sizes, options = self.placement.sizes, self.options
+        reduces = sizes.data * sizes.context > 1 and self.engine.can("overlap", options.off)
+        if reduces and self.engine.overlaps == "on":  # by itself, whatever the option says
+            return (True,) * sizes.pipeline
+        if options.overlap != "auto" or not reduces:
+            return (options.overlap == "on" and reduces,) * sizes.pipeline
+        costs = replace(self.prices.costs(self.placement), tied_s=0.0)
+        step = estimate(costs, (1,) * costs.stages)
+        first = step.end_s[0] - step.exposed_s[0]
+        return [bool(reduction) and end > first for end, reduction in zip(step.end_s, step.reduction_s)]
+
+    def reduction(self, stage: int, overlap: bool) -> ReductionSpec:
+        sums = self.prices.sums(self.placement, stage)
+        return self._reduction(sums, overlap, self.plan.workload.gradient_bytes)
+
+    def of_group(self, ranks: Sequence[int], overlap: bool, total_bytes: float) -> ReductionSpec:
+        """Of any group, whose bytes no plan knew."""
+        family = family_of(self.placement, ranks)
+        job = replace(self.prices.job, reduced_bytes=(min(total_bytes, LARGE_BYTES),), repeats=(1,))
+        prices = Prices(self.network, job, self.prices.rules)
+        return self._reduction([prices.sums_of(family, 1)], overlap, total_bytes)
+
+    def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> ReductionSpec:
+        fabrics = [self.network.fabric(group.family.kinds) for group in sums if group.family.nodes > 1]
+        slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
+        size = INSIDE_BYTES
+        if slowest is not None:
+            size = bucket_bytes(slowest, sums[0].family.ranks, total_bytes)
+        user_bytes = self.options.bucket_bytes
+        across = [group for group in sums if self.network.across(group.family.kinds)]
+        planned = ReductionSpec(overlap, user_bytes or size, compress=self.options.compress)
+        return self._in_two_levels(planned, across)
+
+    def _in_two_levels(self, planned: ReductionSpec, sums: Sequence[Sums]) -> ReductionSpec:
+        """Of groups that do the same at once: where that is faster for each of them."""
+        both = [group.both for group in sums if group.both is not None]
+        least = [levels.faster_from(group.flat) for levels, group in zip(both, sums)]
+        if len(both) < len(sums) or not sums or None in least:
+            return planned
+        names = dict.fromkeys(name for levels in both for name in levels.ranks)
+        routes = {frozenset(levels.ranks): levels.route for levels in both}
+        route, streams = next(iter(routes.values())), 1
+        if self.network_api == SOCKETS:
+            streams = max(levels.streams(self.network, group.crossing) for levels, group in zip(both, sums))
+        other = self.network_api == SOCKETS and len(routes) == 1 and route.algorithm != "direct"
+        return replace(
+            planned, clusters=tuple(names), two_level_from=max(size for size in least if size is not None),
+            chunk_bytes=int(min(levels.chunk_bytes for levels in both)), across=route if other else None,
+            streams=streams,
+        )  # fmt: skip
+
+    def tied(self) -> ReductionSpec | None:
+        """Of a weight of the first and the last stage; None: every rank with its twin, as engines do."""
+        last = self.placement.sizes.pipeline - 1
+        if self.plan.sizes is None or not last or not self.prices.rules.tied:
+            return None
+        fold, _ = self.prices.fold(self.placement, 0, last)
+        families = {kind: family for family in twins(fold) for kind in family.pipelines}
+        sums = []
+        for kind in range(len(fold.kinds)):
+            pairs, both = self.prices.tied_of(fold, kind, alone=False)
+            if kind not in families or not isinstance(both, TwoLevels):
+                return None
+            sums.append(Sums(families[kind], pairs, both, families[kind].count))
+        planned = self._in_two_levels(ReductionSpec(False, 0), sums)
+        return planned if planned.clusters else None
+
+    # ------------------------------------------------------------------- stages
+
+    def edges(self) -> tuple[Edge, ...]:
+        """Of each stage to the next, and of the last to the first if that is another pair (interleaving)."""
+        plan, sizes, network_api, result = self.plan, self.plan.sizes, self.network_api, []
+        if sizes is None:
+            return ()
+        world = name_of(plan.fabric_of(range(plan.world_size), network_api))
+        whole = {ranks: pairs_with_group(plan, ranks, network_api) for ranks in groups(sizes, "pipeline")}
+        stages, slices = sizes.pipeline, self.prices.slices(self.placement)
+        for stage in range(stages if stages > 2 else stages - 1):
+            fabrics, pair_groups = [], []
+            for ranks, pairs in whole.items():
+                pair = tuple(sorted((ranks[stage], ranks[(stage + 1) % stages])))
+                fabrics.append(name_of(plan.fabric_of(pair, network_api)))
+                frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
+                pair_groups.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
+            pair = (stage, (stage + 1) % stages)
+            how = (slices, self.prices.rules.narrow) if ETHERNET in fabrics else (1, "off")
+            result.append(Edge(pair, same(tuple(fabrics)), same(tuple(pair_groups)), *how))
+        return tuple(result)
+
+    def with_order(self, traffic: Traffic) -> Traffic:
+        """With the order of the stages' passes. Where a backward is in two, gradients are reduced at its
+        end."""
+        passes = self.passes()
+        in_flight = () if passes else self.in_flight()
+        reductions = tuple(replace(reduction, overlap=reduction.overlap and not passes)
+                           for reduction in traffic.reductions)
+        return replace(traffic, reductions=reductions, in_flight=in_flight, passes=passes)
+
+    def passes(self) -> tuple[str, ...]:
+        """See Traffic; () where 1F1B is as fast, or nobody told what of a backward could wait."""
+        loads = self.plan.loads
+        if not self.prices.rules.splits or not loads:
+            return ()
+        work, edges = self.plan.workload, self.prices.edges(self.placement)
+        size = work.activation_bytes
+        seconds = tuple(edge.seconds(size) for edge in edges)
+        sent = tuple(edge.byte_s * size for edge in edges)
+        find_quickest = extensions.contributed("pass_solvers", "quickest")
+        pass_order: PassOrder | None = find_quickest(
+            loads, seconds, sent, work.micro_batches, self.network_api != SOCKETS
+        )
+        return pass_order.texts if pass_order else ()
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Micro-batches that each stage begins before its first backward: what the user asked for, as many as
+        hide the edges, 1F1B's where nobody told the model; () for the framework's own schedule."""
+        plan, sizes, work = self.plan, self.plan.sizes, self.plan.workload
+        if sizes is None or sizes.pipeline == 1 or not self.prices.rules.hide_edges:
+            return ()
+        if asked := asked_in_flight(self.options, sizes.pipeline, work.micro_batches):
+            return asked
+        if plan.basis == NOMINAL:
+            return tuple(range(sizes.pipeline, 0, -1))
+        loads = plan.loads or (StageLoad(work.forward_s, work.backward_s),) * sizes.pipeline
+        seconds, sent = self.edge_seconds()
+        if not any(load.edge_s for load in plan.loads):  # measured ones have met others
+            busy_s = max(load.busy_s for load in loads)
+            seconds, sent = both_ways(seconds, sent, self.prices.nics(self.placement), busy_s)
+        most = tuple(load.most for load in plan.loads)
+        return schedule(*passes_s(loads), seconds, work.micro_batches, sent, most)
+
+    def edge_seconds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """By edge: seconds of an activation to the next stage, as measured if it was; and those in which the
+        edge carries nothing else."""
+        edges, size = self.prices.edges(self.placement), self.plan.workload.activation_bytes
+        measured = [load.edge_s for load in self.plan.loads] or [0.0] * (len(edges) + 1)
+        pairs = list(zip(edges, measured))
+        seconds = tuple(measured_s or edge.seconds(size) for edge, measured_s in pairs)
+        sent = tuple(max(0.0, measured_s - edge.latency_s) if measured_s else edge.byte_s * size
+                     for edge, measured_s in pairs)
+        return seconds, sent
+
+
+def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Where the user gave a number: that many more than 1F1B has; else ()."""
+    if options.inflight in ("auto", "off"):
+        return ()
+    more = int(options.inflight)
+    return tuple(min(count + more * (count > 1), micro_batches) for count in range(stages, 0, -1))
+
+
+def more_bytes(plan: Plan) -> tuple[float, ...]:
+    """That each stage keeps more than under 1F1B; () where nothing is known of the model's activations."""
+    traffic = plan.traffic_of(SOCKETS)
+    in_flight = PassOrder.parse(traffic.passes).in_flight if traffic.passes else traffic.in_flight
+    of_1f1b = (min(count, plan.workload.micro_batches) for count in range(len(in_flight), 0, -1))
+    more = (count - least for count, least in zip(in_flight, of_1f1b))
+    return tuple(count * load.kept_bytes for count, load in zip(more, plan.loads))
 
 
 def derive_traffic(

@@ -1,15 +1,21 @@
-"""What an engine does, as far as a plan needs it: a value that its room in patches/ supplies.
+"""What an engine does, as far as a plan needs it, and what a job may do by its engine, options and network API.
 
-plan/ knows no engine by name. What differs between them is a field here.
+    EngineTraits                         a value that the engine's room in patches/ supplies
+    rules_of(engine, options, direct)    ->  Rules: what prices and decisions may count on
+
+plan/ knows no engine by name. What differs between them is a field of EngineTraits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext.errors import HolmesError
+
+if TYPE_CHECKING:
+    from holmes_ext.options import Options
 
 #: How a stage awaits what it sends and receives: each operation by itself; those of a pass together with what
 #: the next one needs; or receives are posted beforehand and nobody waits for sends.
@@ -69,3 +75,65 @@ class EngineTraits:
     def can(self, ability: str, off: Collection[str] = ()) -> bool:
         """off: features that are switched off."""
         return ability in self.features and not set(self.features[ability]) & set(off)
+
+
+FLAT, TWO_LEVEL = REDUCTIONS = "flat", "two-level"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The defaults: all that holmes can do without being asked."""
+
+    #: Ways to sum gradients that are allowed, of REDUCTIONS.
+    reductions: tuple[str, ...] = REDUCTIONS
+    #: gloo's exchanges; else NCCL's rings.
+    direct: bool = False
+    compress: str = "off"
+    #: Of a bucket; 0: as suits the network.
+    bucket_bytes: int = 0
+    zero: int = 0
+    #: ZeRO 1 all-reduces gradients, in two levels too, and gathers updated weights over all ranks.
+    gathers: bool = False
+    #: FSDP's shards inside clusters.
+    hybrid: bool = False
+    #: Gathers and scatters travel while other layers compute.
+    prefetch: bool = False
+    #: Chunks of a stage.
+    virtual: int = 1
+    #: Gradients are reduced under the last backward.
+    overlap: bool = False
+    #: As many micro-batches are in flight as hide the pipeline's edges.
+    hide_edges: bool = True
+    #: Backward passes may be in two, and passes follow the order with the least step that is found.
+    splits: bool = False
+    #: Tensor ranks share out what crosses; tied weights are summed in two levels.
+    slices: bool = True
+    tied: bool = True
+    #: What activations are rounded to on the slow network: "off", "bf16", "int8".
+    narrow: str = "off"
+    #: Of every GPU; 0: what the GPUs have.
+    memory_bytes: float = 0.0
+    #: All stages that lie on as many clusters reduce alike.
+    alike: bool = False
+
+
+def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **more: Any) -> Rules:
+    """direct: see Rules; more: its other fields."""
+
+    def able(ability: str) -> bool:
+        return engine.can(ability, options.off)
+
+    return Rules(
+        reductions=REDUCTIONS if able("two-level") and engine.two_level_zero is None else (FLAT,),
+        direct=direct,
+        compress=options.compress,
+        bucket_bytes=options.bucket_bytes or 0,
+        gathers=not engine.scatters,
+        prefetch=engine.prefetches and not direct,
+        hide_edges=able("in-flight") and options.inflight != "off",
+        splits=able("passes") and options.passes == "auto",
+        slices=able("slices"),
+        tied=able("tied"),
+        narrow=options.edges if able("narrow") else "off",
+        **more,
+    )

@@ -15,8 +15,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.model_file import load_model, on_clusters
+from holmes_ext.plan.cost.model import Model, load_model, on_clusters
 from holmes_ext.plan.decide import derive_traffic, with_loads, workload_of
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.memory import states
-from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model import Model, states
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 
 

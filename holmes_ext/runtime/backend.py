@@ -1,4 +1,4 @@
-"""Backend of a process group: its name, its options, and the networks that it can use.
+"""Backends of torch.distributed: the one of a process group, its options, and the networks that it can use.
 
 torch's get_backend() returns "undefined" or "cpu:gloo,cuda:nccl" if a program names no backend, or several:
 
@@ -6,19 +6,119 @@ torch's get_backend() returns "undefined" or "cpu:gloo,cuda:nccl" if a program n
     init_process_group("gloo")                 gloo, for tensors on CPU and GPU
     init_process_group("cpu:gloo,cuda:nccl")   the backend of the tensor's device
 
-backend_table.py says what the names mean.
+traits_of(name) returns the row of a table: what holmes must know of a backend to choose its network. In
+torch 2.15:
+
+    backend        network API       tensors on  communicator made       process group has a fixed GPU
+    gloo           sockets           CPU, GPU    with the group          no
+    nccl-legacy    verbs             GPU         at the first operation  only with device_id
+    nccl, nccl2    verbs             GPU         with the group          yes
+    nccl-lazy      verbs             GPU         with the group, and     yes
+                                                 for each pair of ranks
+                                                 that sends messages
+    fake           verbs (as NCCL)   CPU, GPU    never                   no
+    mpi, ucc       backend chooses   any         with the group          no
+    nccl4py        backend chooses   GPU         with the group          yes
+
+In torch 2.14, nccl2 and nccl-lazy make communicators and use GPUs like nccl-legacy. "nccl" is nccl-legacy
+before torch 2.15. The environment variable TORCH_DIST_USE_NCCL2 selects nccl-legacy ("0") or nccl2 ("1").
+
+Any other name was registered by another package. holmes cannot choose its networks, and prints a warning.
+
+Source: _register_builtin_*_backend and _nccl2_device in torch/distributed/distributed_c10d.py of torch 2.15.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import Any
 
-from holmes_ext.runtime.backend_table import traits_of
+from holmes_ext.plan.traffic import SOCKETS, VERBS
 
-if TYPE_CHECKING:
-    from holmes_ext.runtime.backend_table import BackendTraits
+
+class Connect(Enum):
+    """When a backend makes the communicator of a new process group."""
+
+    WITH_GROUP = "with the group"
+    AT_FIRST_OPERATION = "at the first operation"
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """Row of the backend table: one backend, its network API, devices and communicators."""
+
+    name: str
+    network_api: str  # VERBS or SOCKETS; "" if the backend chooses its networks itself
+    device_type: str = ""  # of its tensors: "cuda"; "" if it takes tensors on both CPU and GPU
+    is_nccl: bool = False  # takes ProcessGroupNCCL.Options, and runs its operations on CUDA streams
+    # The implementation of NCCL's backend that is new in torch 2.14. It names a communicator after its group.
+    # Its synchronous operations return a Work whose wait() returns at once; those of nccl-legacy return None.
+    is_nccl2: bool = False
+    connects: Connect = Connect.WITH_GROUP
+    has_pair_communicators: bool = False  # each pair of ranks that exchange messages has a communicator
+    is_known: bool = True  # False: another package registered the backend
+
+
+_LEGACY = BackendTraits(
+    "nccl-legacy",
+    VERBS,
+    device_type="cuda",
+    is_nccl=True,
+    connects=Connect.AT_FIRST_OPERATION,
+)
+_TABLE = {
+    traits.name: traits
+    for traits in (
+        BackendTraits("gloo", SOCKETS),
+        BackendTraits("fake", VERBS),
+        _LEGACY,
+        BackendTraits("nccl4py", "", device_type="cuda"),
+        BackendTraits("mpi", ""),
+        BackendTraits("ucc", ""),
+    )
+}
+
+
+def traits_of(name: str) -> BackendTraits:
+    """Return the table's row for a backend.
+
+    Args:
+        name: The backend of one device type, e.g. "gloo"; not a list such as "cpu:gloo,cuda:nccl".
+    """
+    name = name.lower()
+    if name == "nccl":
+        traits = _nccl2() if _nccl_is_nccl2() else _LEGACY
+    elif name == "nccl2":
+        traits = _nccl2()
+    elif name == "nccl-lazy":
+        traits = replace(_nccl2(), has_pair_communicators=True)
+    else:
+        return _TABLE.get(name) or BackendTraits(name, network_api="", is_known=False)
+    return replace(traits, name=name)
+
+
+def _nccl2() -> BackendTraits:
+    """Return the row of nccl2 for the installed version of torch."""
+    from torch.distributed import distributed_c10d
+
+    if not hasattr(distributed_c10d, "_nccl2_device"):  # torch 2.14
+        return replace(_LEGACY, is_nccl2=True)
+    return replace(_LEGACY, is_nccl2=True, connects=Connect.WITH_GROUP)
+
+
+def _nccl_is_nccl2() -> bool:
+    """Return whether torch's backend "nccl" is the implementation that is also called "nccl2"."""
+    from torch.distributed import distributed_c10d
+
+    create_nccl2 = getattr(distributed_c10d, "_create_nccl2_process_group", None)
+    if create_nccl2 is None:  # torch before 2.14
+        return False
+    backend: Any = distributed_c10d.Backend
+    backend._ensure_backend_registered("nccl")  # reads TORCH_DIST_USE_NCCL2, at the first call
+    return backend._plugins["NCCL"].creator_fn is create_nccl2
 
 
 def backend_of(group: Any = None, device_type: str = "") -> str:

@@ -22,7 +22,7 @@ from integration_tests.jobs import CLUSTER, full, said
 
 TINY = str(Path(__file__).with_name("tiny.py"))
 PRELOAD = ("torch", "holmes_ext.job", "holmes_ext.patches.engine.registry",
-           *(f"holmes_ext.runtime.{name}" for name in ("start.rank", "start.preflight", "watch.nic_watch")))
+           *(f"holmes_ext.runtime.{name}" for name in ("start.rank", "start.preflight", "watch.failure")))
 #: Those of a run over NCCL: what is found before the job, and what NCCL itself meets. A rank that loses
 #: another tells what it has lost, and is ended by torch's own watchdog (SIGABRT) or the launcher.
 OVER_NCCL = ("unreachable on its fast NIC alone", "a fast NIC without link", "cable of the fast NIC pulled",

@@ -25,9 +25,8 @@ import wrapt
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.patches.engine.location import Location, Misfit
+from holmes_ext.patches.engine.location import Location, Misfit, source_misfit
 from holmes_ext.patches.engine.patch import Feature, Patch, PatchStatus
-from holmes_ext.patches.engine.source import source_misfit
 from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)

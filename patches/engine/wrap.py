@@ -1,4 +1,10 @@
-"""Decorators for wrappers: functions of holmes that run instead of a framework's function (the target).
+"""Wrappers: functions of holmes that run instead of a framework's function, and the calls that they intercept.
+
+holmes replaces functions of a framework (torch, DeepSpeed, ...) at run time. Terms:
+
+    target     the framework's own function, which was replaced
+    wrapper    the function of holmes that runs instead of the target, and usually calls the target
+    `Call`     one call of the target by the training program, as the wrapper receives it
 
 A wrapper names the parameters of the target that it reads, and calls the target by `call()`:
 
@@ -13,20 +19,287 @@ A wrapper names the parameters of the target that it reads, and calls the target
     def report_split(current, call, instance):     # `current` is the session: this process's job under holmes
         ...                                        # without a session, only the target runs
 
-`call` is a Call (call.py), and `instance` is the object whose method was called. `call()` passes all of the
-program's arguments on, including those that a later release of the framework adds.
+`instance` is the object whose method was called. `call()` passes all of the program's arguments on, including
+those that a later release of the framework adds.
+
+A program may pass an argument by position or by keyword, and releases of a framework differ in their
+parameters. So a `Call` finds each argument by the signature of the installed target. A new release may add a
+parameter, even before others: the wrapper still reads the right arguments, and the target still receives all
+arguments of the program.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from dataclasses import dataclass
+from functools import lru_cache, wraps
 from typing import Any
 
-from holmes_ext.patches.engine.call import Call
+from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
+
+_NO_DEFAULT = object()  # differs from every argument
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of one function, without `self`, `*args` and `**kwargs`."""
+
+    positions: dict[str, int]  # name -> position, of parameters that may be passed by position; sorted
+    defaults: dict[str, Any]  # name -> default, of parameters that have one
+    names: frozenset[str]
+    positional_only: frozenset[str]
+    required: frozenset[str]  # names of the parameters without a default
+    signature: inspect.Signature
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, also if a decorator without functools.wraps hides it.
+
+    Such a decorator (e.g. timed_op of deepspeed.comm) replaces the function by `decorated(*args, **kwargs)`,
+    whose closure holds the original function. The original's signature is returned if the closure holds no
+    other function.
+
+    Raises:
+        ValueError, TypeError: the function has no signature, e.g. a method of an extension module.
+    """
+    signature = inspect.signature(function)
+    kinds = tuple(parameter.kind for parameter in signature.parameters.values())
+    is_variadic_only = kinds == (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if not is_variadic_only:
+        return signature  # no decorator hides it
+    # The decorator's closure holds the original function. A closure stores each outer variable in a cell.
+    cells = getattr(inspect.unwrap(function), "__closure__", None) or ()
+    functions_in_closure = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
+    if len(functions_in_closure) != 1:
+        return signature  # not a decorator, or it is not certain which function it calls
+    return inspect.signature(functions_in_closure[0])
+
+
+def parameters_of(target: Callable[..., Any]) -> Parameters:
+    """Return the parameters of a function, or of a bound method (without `self`).
+
+    Raises:
+        ValueError, TypeError: the function has no signature.
+    """
+    function = getattr(target, "__func__", None)
+    if function is None:
+        return _read_parameters(target, is_method=False)
+    return _read_parameters(function, is_method=True)
+
+
+@lru_cache(maxsize=1024)  # reading a signature takes some 20 us, and p2p.send is called for every micro-batch
+def _read_parameters(function: Callable[..., Any], is_method: bool) -> Parameters:
+    """Return the parameters of a function. Of a method, the first parameter (`self`) is left out."""
+    signature = signature_of(function)
+    if is_method:
+        without_self = list(signature.parameters.values())[1:]
+        signature = signature.replace(parameters=without_self)
+    named = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    positional = [parameter.name for parameter in named if parameter.kind != parameter.KEYWORD_ONLY]
+    return Parameters(
+        positions={name: position for position, name in enumerate(positional)},
+        defaults={
+            parameter.name: parameter.default
+            for parameter in named
+            if parameter.default is not parameter.empty
+        },
+        names=frozenset(parameter.name for parameter in named),
+        positional_only=frozenset(
+            parameter.name for parameter in named if parameter.kind == parameter.POSITIONAL_ONLY
+        ),
+        required=frozenset(
+            parameter.name for parameter in named if parameter.default is parameter.empty
+        ),
+        signature=signature,
+    )
+
+
+class Call:
+    """One call of a framework function by the training program, which holmes has intercepted.
+
+    A wrapper of holmes receives the Call instead of the framework function (the target). The wrapper may run
+    the target by `call()`, with the program's arguments or with changed ones, or do the target's work itself.
+    """
+
+    __slots__ = ("target", "args", "kwargs", "_read_names")
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        read_names: Sequence[str] = (),
+    ):
+        self.target = target  # the framework's own function, or the bound method
+        self.args = args  # the program's positional arguments, without `self`
+        self.kwargs = kwargs  # the program's keyword arguments
+        self._read_names = read_names  # parameters that the wrapper reads
+
+    def __call__(self, /, **changed: Any) -> Any:
+        """Call the target (the framework's own function) with the program's arguments.
+
+        Args:
+            changed: Arguments that replace the program's, by name. An argument that the program passed by
+                position is also replaced by position. An argument that the program did not pass is passed by
+                keyword, or by position if it is positional-only.
+
+        Returns:
+            The target's result.
+        """
+        if not changed:
+            return self.target(*self.args, **self.kwargs)
+        parameters = parameters_of(self.target)
+        args = list(self.args)
+        kwargs = dict(self.kwargs)
+        for name, value in changed.items():
+            position = parameters.positions.get(name)  # None: it can be passed by keyword only
+            if position is None or name in kwargs:
+                kwargs[name] = value
+            elif position < len(args):  # the program passed it by position
+                args[position] = value
+            elif name in parameters.positional_only:
+                # It must be passed by position, so the omitted parameters before it get their defaults.
+                omitted = list(parameters.positions)[len(args) : position]
+                args += [parameters.defaults[other] for other in omitted]
+                args.append(value)
+            else:  # the program did not pass it
+                kwargs[name] = value
+        return self.target(*args, **kwargs)
+
+    def values(self, names: Sequence[str], fallbacks: Mapping[str, Any]) -> list[Any]:
+        """Return the values of some parameters of the target, the framework's own function.
+
+        A parameter's value is the program's argument, or the target's default if the program passed none.
+
+        Args:
+            names: Names of the parameters. The values are returned in this order.
+            fallbacks: Name -> value of a parameter that the installed version of the target lacks.
+
+        Raises:
+            TypeError: the program left out a required argument.
+        """
+        parameters = parameters_of(self.target)
+        given_count = len(self.args)
+        values = []
+        for name in names:
+            position = parameters.positions.get(name)  # None: it cannot be passed by position
+            if position is not None and position < given_count:  # the program passed it by position
+                values.append(self.args[position])
+            elif name in self.kwargs:
+                values.append(self.kwargs[name])
+            elif name in parameters.defaults:
+                values.append(parameters.defaults[name])
+            elif name in fallbacks and name not in parameters.names:  # the installed target lacks it
+                values.append(fallbacks[name])
+            else:
+                # The program left out a required argument: bind() raises Python's own TypeError.
+                parameters.signature.bind(*self.args, **self.kwargs)
+                # bind() found no error: the target lacks the parameter, and there is no fallback for it.
+                raise TypeError(f"{_name_of(self.target)} has no parameter {name!r}")
+        return values
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the value of every parameter of the target (the framework's own function) by name.
+
+        A parameter's value is the program's argument, or the target's default if the program passed none.
+        """
+        return arguments_of(self.target, self.args, self.kwargs)
+
+    def given(self) -> dict[str, Any]:
+        """Return the arguments that the program passed, by parameter name. Defaults are not included.
+
+        Raises:
+            TypeError: the program left out a required argument.
+        """
+        return _given(self.target, self.args, self.kwargs)
+
+    def accepts(self, name: str) -> bool:
+        """Return whether the installed version of the framework function has a parameter of this name."""
+        return name in parameters_of(self.target).names
+
+    def unread_arguments(self) -> list[str]:
+        """Return the names of the program's arguments that the wrapper does not read.
+
+        Arguments that equal the default of their parameter are left out: to ignore them changes nothing. An
+        argument for `*args` has no name, and is listed as "argument POSITION: VALUE".
+        """
+        if not self.args and not self.kwargs:
+            return []
+        parameters = parameters_of(self.target)
+        unread = []  # the result
+        named_count = len(parameters.positions)  # positional arguments after these go to *args
+        for position, value in enumerate(self.args[named_count:], start=named_count):
+            unread.append(f"argument {position}: {value!r}")
+        for name, value in self.given().items():
+            default = parameters.defaults.get(name, _NO_DEFAULT)
+            is_read = name in self._read_names
+            if not is_read and not _is_default(value, default):
+                unread.append(name)
+        return unread
+
+    def refuse_unread_arguments(self) -> None:
+        """Raise an error if the program passed an argument that the wrapper does not read.
+
+        A wrapper that does the work of the framework function itself calls this first. Otherwise it would
+        ignore such an argument without a message.
+
+        Raises:
+            HolmesError: there are such arguments. The message lists them.
+        """
+        names = self.unread_arguments()
+        if names:
+            raise HolmesError(
+                f"{_name_of(self.target)} was called with {', '.join(names)}, which holmes does not handle; "
+                "switch the feature off that patches it (HOLMES_DISABLE; `holmes patches` lists them)"
+            )
+
+
+def arguments_of(
+    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the value of every parameter of a function for one call, by parameter name.
+
+    A parameter's value is the argument in `args` or `kwargs`, or else the parameter's default.
+
+    Raises:
+        TypeError: a required argument is missing.
+    """
+    return {**parameters_of(target).defaults, **_given(target, args, kwargs)}
+
+
+def _given(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one call of a function, by parameter name. Defaults are not included.
+
+    Raises:
+        TypeError: a required argument is missing.
+    """
+    parameters = parameters_of(target)
+    given = {**dict(zip(parameters.positions, args)), **kwargs}
+    if not parameters.required <= given.keys():
+        parameters.signature.bind(*args, **kwargs)  # raises Python's own TypeError
+    return given
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Return whether an argument is the default of its parameter.
+
+    Only numbers and strings are compared by `==`, which returns a tensor for two tensors. Other arguments
+    must be the same object as the default.
+    """
+    if value is default:
+        return True
+    return isinstance(value, (bool, int, float, str)) and value == default
+
+
+def _name_of(target: Callable[..., Any]) -> str:
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
 
 
 def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:

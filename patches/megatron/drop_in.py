@@ -14,13 +14,12 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
-from holmes_ext.patches.engine.call import arguments_of
+from holmes_ext.patches.engine.wrap import arguments_of
 from holmes_ext.patches.megatron.core import sizes_of
 from holmes_ext.patches.torch.features import LATE_START
 from holmes_ext.plan.sizes import sizes_text
 from holmes_ext.runtime import session
-from holmes_ext.runtime.backend import nccl_backend_in, timeout_of
-from holmes_ext.runtime.backend_table import Connect, traits_of
+from holmes_ext.runtime.backend import Connect, nccl_backend_in, timeout_of, traits_of
 from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.store import until_gone

@@ -15,8 +15,8 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
+from holmes_ext.patches.engine.location import find_module
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.source import find_module
 from holmes_ext.patches.megatron.features import MEGATRON_DEEPSPEED_IMPORTS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.session import tell

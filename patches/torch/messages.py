@@ -16,8 +16,7 @@ from typing import Any
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS
-from holmes_ext.runtime.backend import backend_of, group_ranks
-from holmes_ext.runtime.backend_table import traits_of
+from holmes_ext.runtime.backend import backend_of, group_ranks, traits_of
 from holmes_ext.runtime.groups.pairs import pair_group
 from holmes_ext.runtime.session import Session
 

@@ -13,7 +13,7 @@ from holmes_ext.options import options_from
 from holmes_ext.plan.profile import load_profile
 from holmes_ext.plan.request import PlanRequest
 from holmes_ext.runtime.measure.stage import Stage
-from holmes_ext.runtime.start.left_layers import left_layers
+from holmes_ext.runtime.start.store import left_layers
 
 
 @pytest.fixture

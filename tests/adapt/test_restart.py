@@ -10,7 +10,7 @@ from holmes_ext.options import options_from
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.left_layers import leave_layers, left_layers
+from holmes_ext.runtime.start.store import leave_layers, left_layers
 
 ELASTIC = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "2"}
 

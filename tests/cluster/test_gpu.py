@@ -8,8 +8,7 @@ import pytest
 from holmes_ext.cluster.gpu import Accelerator, accelerator_of
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.cost.model_file import on_clusters
+from holmes_ext.plan.cost.model import Gpu, Model, on_clusters
 
 TEXT = clusters.toml("a ib 200Gb/s a[0-1] gpu=A100",
                      "b roce 200Gb/s b[0-1] gpu_flops=5e13 gpu_memory_bytes=24e9 nvlink=64Gb/s",

@@ -46,7 +46,7 @@ from holmes_ext.join.sockets.handshake import Credentials, call
 from holmes_ext.join.token import served_token
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets.addresses import split_address
+from holmes_ext.runtime.sockets import split_address
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = "every=2,fragments=1,delay=0,compress=off,min=2,timeout=10"

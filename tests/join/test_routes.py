@@ -19,7 +19,7 @@ from holmes_ext.join.peers.routes import Peer, RankIdentity
 from holmes_ext.join.settings import parse_outer
 from holmes_ext.join.sockets import handshake
 from holmes_ext.join.sockets.handshake import Credentials
-from holmes_ext.runtime.sockets.addresses import address_text
+from holmes_ext.runtime.sockets import address_text
 
 PATIENCE_S = 60.0
 

@@ -14,8 +14,7 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
-from holmes_ext.plan.cost.model import Gpu
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import Gpu, load_model
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.plan import Plan, check_plan, parse_plan

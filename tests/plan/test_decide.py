@@ -13,8 +13,8 @@ from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
-from holmes_ext.plan.cost.model_file import load_model
-from holmes_ext.plan.cost.reductions.two_levels import SHARES
+from holmes_ext.plan.cost.model import load_model
+from holmes_ext.plan.cost.reductions import SHARES
 from holmes_ext.plan.decide import complete_plan, derive_traffic, spec_of_group, straddling
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan, pair_needs_group, pairs_with_group, parse_plan

@@ -18,10 +18,10 @@ from holmes_ext.plan.arrange.orders import Orders
 from holmes_ext.plan.arrange.place import fastest_first
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
+from holmes_ext.plan.cost.stages import RankModel
 from holmes_ext.plan.plan import load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, VERBS, CrossClusterAlgorithm

@@ -16,7 +16,7 @@ from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate, predict
-from holmes_ext.plan.rules import rules_of
+from holmes_ext.plan.engine import rules_of
 from holmes_ext.planner.search.changed import what_if, with_fabric
 from holmes_ext.planner.search.evaluate import Evaluator
 from holmes_ext.planner.search.result import SearchResult

@@ -17,7 +17,7 @@ from holmes_ext.patches.megatron.command_line.describe import sizes_from_argumen
 from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
 from holmes_ext.planner.launch_flags import launches, limited
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search

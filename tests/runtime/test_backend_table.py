@@ -6,7 +6,7 @@ The release of torch decides, for example, whether "nccl" makes a communicator t
 import pytest
 from torch_releases import look_like_torch
 
-from holmes_ext.runtime.backend_table import Connect, traits_of
+from holmes_ext.runtime.backend import Connect, traits_of
 
 
 @pytest.mark.parametrize("release, is_nccl2", [("2.13", False), ("2.14", False), ("2.15", True)])

@@ -1,7 +1,7 @@
 import pytest
 
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.runtime.group_kinds import kind_of, sent_bytes
+from holmes_ext.runtime.measure.operations import kind_of, sent_bytes
 
 SIXTEEN = Sizes(pipeline=4, tensor=2).complete(16)  # grid[pp, dp, tp] of 4 x 2 x 2
 

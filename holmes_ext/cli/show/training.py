@@ -18,8 +18,7 @@ from holmes_ext.patches import features
 from holmes_ext.patches.engine.registry import disabled_features
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
 from holmes_ext.patches.traits import engine_of
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.model_file import load_model, on_clusters
+from holmes_ext.plan.cost.model import Model, load_model, on_clusters
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.shape import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes

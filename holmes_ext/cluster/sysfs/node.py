@@ -21,9 +21,15 @@ from pathlib import Path
 
 from holmes_ext.cluster.addresses import Addresses, captured_addresses, interface_addresses, is_link_local_v6
 from holmes_ext.cluster.nic import KINDS, Nic
-from holmes_ext.cluster.sysfs.net import ETHERNET, NetDevice, physical_below, read_net_devices
+from holmes_ext.cluster.sysfs.net import (
+    ETHERNET,
+    NetDevice,
+    physical_below,
+    read_net_devices,
+    reason_by_name,
+    reason_to_skip,
+)
 from holmes_ext.cluster.sysfs.rdma import read_rdma_ports
-from holmes_ext.cluster.sysfs.rules import reason_by_name, reason_to_skip
 from holmes_ext.cluster.sysfs.tree import Tree
 from holmes_ext.errors import HolmesError
 

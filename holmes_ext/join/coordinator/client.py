@@ -15,7 +15,7 @@ from holmes_ext.join.coordinator.state import HEARTBEAT_S
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.join.sockets.handshake import HANDSHAKE_S, Credentials, Refused, call, printable
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets.addresses import address_text
+from holmes_ext.runtime.sockets import address_text
 from holmes_ext.words import why
 
 #: Seconds after which a question without an answer yet is told to be asked again.

@@ -17,7 +17,7 @@ from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import is_name
 from holmes_ext.join.sockets.handshake import printable
-from holmes_ext.runtime.sockets.addresses import split_address
+from holmes_ext.runtime.sockets import split_address
 
 T = TypeVar("T")
 #: Of whole numbers (versions, rounds, elements): what no run reaches.

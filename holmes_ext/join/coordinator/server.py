@@ -48,8 +48,7 @@ from holmes_ext.join.sockets.handshake import (
     printable,
 )
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets.addresses import listen, network_of
-from holmes_ext.runtime.sockets.listener import Guest, Listener
+from holmes_ext.runtime.sockets import Guest, Listener, listen, network_of
 from holmes_ext.words import why
 
 #: Starts something beside the coordinator; the context manager ends it.

@@ -13,7 +13,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinAddress, JoinPlace
 from holmes_ext.join.peers.routes import RankIdentity
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets.addresses import address_text, is_loopback, listen
+from holmes_ext.runtime.sockets import address_text, is_loopback, listen
 from holmes_ext.words import why
 
 #: Seconds to learn from the coordinator whether this rank can be called.

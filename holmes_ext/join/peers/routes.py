@@ -34,8 +34,7 @@ from holmes_ext.join.sockets.handshake import (
     greet,
 )
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets.addresses import split_address, stays_on_host
-from holmes_ext.runtime.sockets.listener import Guest, Listener
+from holmes_ext.runtime.sockets import Guest, Listener, split_address, stays_on_host
 
 #: Seconds for one try to call an address.
 _CALL_S = 5.0

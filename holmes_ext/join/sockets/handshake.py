@@ -37,7 +37,7 @@ from holmes_ext.join.sockets.certificates import (
 from holmes_ext.join.sockets.channel import BrokenFrame, Channel
 from holmes_ext.join.sockets.documents import unpack
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets.addresses import address_text, prepare, stays_on_host
+from holmes_ext.runtime.sockets import address_text, prepare, stays_on_host
 from holmes_ext.words import why
 
 VERSION = 2

@@ -18,7 +18,7 @@ from itertools import chain, islice
 from holmes_ext.plan.across import best_order
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.placement.placement import Placement, joined
+from holmes_ext.plan.placement import Placement, joined
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
 #: Kinds of nodes that share stages, in the order of stages.

@@ -23,8 +23,7 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.wan import Hop, Wan
 from holmes_ext.plan.across import hop_loads
 from holmes_ext.plan.cost.links import Curve, Link, Links
-from holmes_ext.plan.placement.families import GroupFamily, StageEdge
-from holmes_ext.plan.placement.placement import Content, Placement
+from holmes_ext.plan.placement import Content, GroupFamily, Placement, StageEdge
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import Pair, neighbours
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from holmes_ext.cluster.wan import Hop
 from holmes_ext.plan.cost.network import Load
-from holmes_ext.plan.cost.reductions.two_levels import TwoLevels
+from holmes_ext.plan.cost.reductions import TwoLevels
 from holmes_ext.planner.bound.stages import Stages
 
 #: Of as much as the first stage's reduction gets, what another gets at least: its chunks wait for each other.

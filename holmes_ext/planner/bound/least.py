@@ -40,7 +40,7 @@ from typing import NamedTuple
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import Placement
 from holmes_ext.planner.bound.chunks import interleaved_s
 from holmes_ext.planner.bound.crossing import blocks_at_most, shared_hops
 from holmes_ext.planner.bound.stages import Stages

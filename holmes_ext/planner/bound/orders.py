@@ -16,7 +16,7 @@ from itertools import combinations, count
 from math import inf
 
 from holmes_ext.plan.arrange.orders import Groups, Orders
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.bound.least import StepLowerBound
 from holmes_ext.planner.bound.shape import best_links, rates_between

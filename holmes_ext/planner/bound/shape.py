@@ -9,11 +9,11 @@ from itertools import permutations
 from math import inf
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
-from holmes_ext.plan.cost.memory import in_flight
+from holmes_ext.plan.cost.model import in_flight
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.reductions.two_levels import SHARES
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.cost.reductions import SHARES
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
 
 

@@ -16,12 +16,10 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Price
 from holmes_ext.plan.cost.pipeline import both_ways
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.reductions.reduction import PricedReduction
-from holmes_ext.plan.cost.reductions.two_levels import WORTH, TwoLevels, two_levels
+from holmes_ext.plan.cost.reductions import WORTH, PricedReduction, TwoLevels, two_levels
 from holmes_ext.plan.cost.stages import Rows, StageCosts
 from holmes_ext.plan.engine import POSTED
-from holmes_ext.plan.placement.families import GroupFamily
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import GroupFamily, Placement
 from holmes_ext.planner.simulate.execution import Execution
 
 

@@ -14,11 +14,10 @@ from holmes_ext.options import Options
 from holmes_ext.plan.arrange.place import place
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.decide import derive_traffic
+from holmes_ext.plan.engine import FLAT, TWO_LEVEL
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.rules import FLAT, TWO_LEVEL
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.result import Candidate, SearchResult

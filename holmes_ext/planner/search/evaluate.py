@@ -12,7 +12,7 @@ from holmes_ext.plan.arrange.orders import Orders
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.partition import Split, full_to_empty, improved
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.chain import ChainBound
 from holmes_ext.planner.bound.orders import OrderBounds

@@ -13,11 +13,9 @@ from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel, kinds_of
-from holmes_ext.plan.cost.stages import StageCosts, estimate
-from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.placement.placement import Placement
-from holmes_ext.plan.rules import FLAT, Rules
+from holmes_ext.plan.cost.stages import RankModel, StageCosts, estimate, kinds_of
+from holmes_ext.plan.engine import FLAT, EngineTraits, Rules
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 from holmes_ext.planner.search.space import Limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from holmes_ext.plan.cost.memory import Memory, in_flight, stage_memory
+from holmes_ext.plan.cost.model import Memory, in_flight, stage_memory
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.workload import StageLoad

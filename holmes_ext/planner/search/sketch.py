@@ -9,7 +9,7 @@ from math import inf
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.arrange.orders import launched
-from holmes_ext.plan.cost.memory import in_flight
+from holmes_ext.plan.cost.model import in_flight
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.partition import Split

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import RECOMPUTE, Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.rules import REDUCTIONS
+from holmes_ext.plan.engine import REDUCTIONS
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, divisors
 from holmes_ext.words import did_you_mean, named_values

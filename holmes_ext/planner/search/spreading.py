@@ -11,7 +11,7 @@ from math import inf
 from holmes_ext.plan.arrange.spread import Stages, spread
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.bound.shape import ShapeBound, rates_between
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult

@@ -27,8 +27,8 @@ from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.engine import REDUCTIONS, rules_of
 from holmes_ext.plan.plan import Plan
-from holmes_ext.plan.rules import REDUCTIONS, rules_of
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.companion import PlanCompanion

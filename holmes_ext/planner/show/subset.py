@@ -20,7 +20,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.rank_model import narrowed
+from holmes_ext.plan.cost.stages import narrowed
 from holmes_ext.plan.shape import Shape, shape_of
 from holmes_ext.planner.bound.nodes import (
     Family,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holmes_ext.plan.cost.reductions.reduction import Tag
+from holmes_ext.plan.cost.reductions import Tag
 from holmes_ext.planner.simulate.collectives import Collectives
 from holmes_ext.planner.simulate.events import Op
 

@@ -22,12 +22,18 @@ from itertools import groupby
 from holmes_ext.plan.buckets import bucket_bytes, cut
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import Load, Network
-from holmes_ext.plan.cost.reductions.reduction import PricedReduction, Tag
-from holmes_ext.plan.cost.reductions.sharded import inside_clusters, owners
-from holmes_ext.plan.cost.reductions.tied import by_pairs, in_two_levels, twins
-from holmes_ext.plan.cost.reductions.two_levels import TwoLevels, two_levels
-from holmes_ext.plan.placement.families import GroupFamily
-from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.cost.reductions import (
+    PricedReduction,
+    Tag,
+    TwoLevels,
+    by_pairs,
+    in_two_levels,
+    inside_clusters,
+    owners,
+    twins,
+    two_levels,
+)
+from holmes_ext.plan.placement import Fold, GroupFamily
 from holmes_ext.planner.simulate.events import Transfer
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.transfers import TransferMaker

@@ -22,11 +22,9 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import price
-from holmes_ext.plan.cost.rank_model import RankModel, narrowed
-from holmes_ext.plan.cost.stages import StageCosts
+from holmes_ext.plan.cost.stages import RankModel, StageCosts, narrowed
 from holmes_ext.plan.passes import PassOrder
-from holmes_ext.plan.placement.fold import Fold
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import Fold, Placement
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.simulate.collective_ops import CollectiveOps, Operations
 from holmes_ext.planner.simulate.events import Op, Simulation, Span, Transfer, Transfers

@@ -8,7 +8,7 @@ from math import inf
 
 from holmes_ext.plan.cost.links import CORES
 from holmes_ext.plan.cost.network import Load, Network
-from holmes_ext.plan.cost.reductions.reduction import Flow
+from holmes_ext.plan.cost.reductions import Flow
 from holmes_ext.planner.simulate.events import Transfer
 
 

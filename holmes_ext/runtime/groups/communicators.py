@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from holmes_ext.runtime.backend_table import Connect, traits_of
+from holmes_ext.runtime.backend import Connect, traits_of
 
 
 class _State:

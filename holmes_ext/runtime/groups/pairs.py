@@ -12,8 +12,7 @@ from typing import Any
 from holmes_ext.plan.plan import pairs_with_group
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.runtime import session
-from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of, timeout_of
-from holmes_ext.runtime.backend_table import traits_of
+from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of, timeout_of, traits_of
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.groups.transport import settings_of
 

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from holmes_ext.cluster.nccl import SHARED, file_settings, network_name, variables_of
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.traffic import LOCAL
-from holmes_ext.runtime.backend import options_of
-from holmes_ext.runtime.backend_table import traits_of
+from holmes_ext.runtime.backend import options_of, traits_of
 
 if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric

@@ -23,10 +23,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from holmes_ext.runtime import group_kinds as kinds
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure.on_device import DeviceClock, OnDevice
-from holmes_ext.runtime.measure.operations import GroupTraffic, Op
+from holmes_ext.runtime.measure.operations import GroupTraffic, Op, sent_bytes
 
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
@@ -95,7 +94,7 @@ class Recorder:
             self.finish(op)
 
     def kind(self, op: Op) -> str:
-        """What the operation's group is for, one of kinds.KINDS."""
+        """What the operation's group is for, one of KINDS."""
         return op.group.kind(self.sizes, op.peer, self.rank)
 
     def ends(self, op: Op) -> tuple[int, ...]:
@@ -115,7 +114,7 @@ class Recorder:
             peer = group.ranks[to] if to >= 0 else -1
             number = group.messages.get((name, peer), 0)
             group.messages[name, peer] = number + 1
-        sent = kinds.sent_bytes(name, payload, len(group.ranks), group.backend) if self.keeps else 0
+        sent = sent_bytes(name, payload, len(group.ranks), group.backend) if self.keeps else 0
         op = Op(group, name, payload, sent, peer, number, self.clock())
         op.background = threading.get_ident() != self._main
         if group.is_on_device:

@@ -25,10 +25,9 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.deadline import within
 from holmes_ext.runtime.groups.transport import node_environment
 from holmes_ext.runtime.planning import JobRequest, PlanMaker
-from holmes_ext.runtime.start import hostfile, launcher, preflight
+from holmes_ext.runtime.start import launcher, preflight
 from holmes_ext.runtime.start.exchange import exchange
-from holmes_ext.runtime.start.left_layers import left_layers
-from holmes_ext.runtime.start.store import open_store
+from holmes_ext.runtime.start.store import left_layers, open_store
 from holmes_ext.words import some_of
 
 #: How long a rank that has only an error to report waits for somebody to report it to, in seconds.
@@ -111,7 +110,7 @@ def _own_report(
             raise failure
         request.read_files()
         if request.spec is not None:
-            hostfile.check_hosts(hostfile.launched_hosts(), request.spec)
+            launcher.check_hosts(launcher.launched_hosts(), request.spec)
         given = {f"{key} (flag --holmes-{key})": value for key, value in request.options.agreed().items()}
         versions = {"holmes_ext version": __version__, "Python version": platform.python_version()}
         alike = {**given, **request.digests, **versions, **agreed, "world size": process.world_size}

@@ -6,18 +6,24 @@
 The host stays where the launcher put it, whatever ranks the processes get afterwards: the later env://
 rendezvous finds this same server (torch.distributed.rendezvous._create_c10d_store; patches/torch/groups.py
 sees to the hosting).
+
+torchrun's agents keep the store while they start the job again (--holmes-restart auto). A job leaves in it the
+layers of each stage for its next start.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 
@@ -124,3 +130,25 @@ def _await_listener(process: Process, timeout_s: float) -> None:
                     f"MASTER_PORT name its host?"
                 ) from None
             time.sleep(0.02)
+
+
+_RESTART_KEY = "holmes/restart"
+
+
+def leave_layers(store: Any, layers: str, sizes: Sizes) -> None:
+    """Keep the layers of each stage for the next start of a job.
+
+    Args:
+        store: The job's store.
+        layers: As --holmes-partition takes them, such as "5,3".
+        sizes: The parallel sizes of the job.
+    """
+    store.set(_RESTART_KEY, json.dumps({"partition": layers, "sizes": asdict(sizes)}))
+
+
+def left_layers(store: Any) -> tuple[str, Sizes | None]:
+    """Return the layers and sizes that the previous start of the job has left; ("", None) if it left none."""
+    if not store.check([_RESTART_KEY]):
+        return "", None
+    left = json.loads(store.get(_RESTART_KEY))
+    return left["partition"], Sizes(**left["sizes"])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime.backend import network_api_of
-from holmes_ext.runtime.group_kinds import kind_of
+from holmes_ext.runtime.measure.operations import kind_of
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.words import some_of, tell_user
 

@@ -25,8 +25,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.runtime import session
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets.addresses import address_text, listen
-from holmes_ext.runtime.sockets.listener import Guest, Listener
+from holmes_ext.runtime.sockets import Guest, Listener, address_text, listen
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.watch import nics
 from holmes_ext.words import tell_user, why

@@ -3,7 +3,7 @@
 There are two sources:
 
     polling       nccl_failures() reads the state of each group's backend by torch's method get_error()
-                  (torch 2.7 and newer). The thread of nic_watch.py calls it once a second.
+                  (torch 2.7 and newer). The thread of NicWatch calls it once a second.
     abort hooks   torch calls an abort hook, a Python function, in the thread that detects the failure, and
                   aborts the process when the function returns. Without such a hook, torch could abort the
                   process between two polls, and holmes would report nothing. Abort hooks exist since

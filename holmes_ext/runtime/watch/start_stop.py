@@ -22,8 +22,8 @@ from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import STORE_S, connect
 from holmes_ext.runtime.watch import flight_recorder, nics
 from holmes_ext.runtime.watch.as_planned import Comparison
+from holmes_ext.runtime.watch.failure import NicWatch
 from holmes_ext.runtime.watch.metrics import Metrics
-from holmes_ext.runtime.watch.nic_watch import NicWatch
 from holmes_ext.runtime.watch.watchdog import Watchdog
 from holmes_ext.words import tell_user, why
 

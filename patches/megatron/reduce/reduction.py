@@ -20,9 +20,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from holmes_ext.patches.engine.call import Call
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.megatron.core import job
 from holmes_ext.patches.megatron.features import REDUCTION
 from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets

@@ -2,7 +2,7 @@
 
 A wrapper runs in place of a function, its target. The decorator `by_name` (engine/wrap.py) gives it
 
-    call        calls the target with the program's arguments, of which it may change some (engine/call.py)
+    call        calls the target with the program's arguments, of which it may change some
     instance    the object, if the target is a method
     ...         the arguments of the target that have the names of the wrapper's other parameters
 
@@ -15,10 +15,9 @@ from types import ModuleType
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.engine.call import arguments_of, signature_of
 from holmes_ext.patches.engine.location import Location, Misfit
 from holmes_ext.patches.engine.patch import Feature, Patch
-from holmes_ext.patches.engine.wrap import Running, by_name, inside, with_session
+from holmes_ext.patches.engine.wrap import Running, arguments_of, by_name, inside, signature_of, with_session
 
 NAME = "framework_of_calls"
 FRAMEWORK = """

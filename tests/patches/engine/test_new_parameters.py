@@ -29,9 +29,8 @@ from target_signatures import installed_signature
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import all_patches
-from holmes_ext.patches.engine.call import Call
 from holmes_ext.patches.engine.location import Location
-from holmes_ext.patches.engine.wrap import Running, by_name, inside
+from holmes_ext.patches.engine.wrap import Call, Running, by_name, inside
 from holmes_ext.runtime import session
 
 #: "feature target" -> why its wrapper cannot be run on every path.

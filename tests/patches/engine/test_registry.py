@@ -13,7 +13,7 @@ import pytest
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, options_from
 from holmes_ext.patches import Feature, Patch, Registry, disabled_features
-from holmes_ext.patches.engine.source import source_misfit
+from holmes_ext.patches.engine.location import source_misfit
 
 COMM = '''
 import functools

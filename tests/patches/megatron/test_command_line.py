@@ -10,7 +10,7 @@ from holmes_ext.patches.megatron.command_line.describe import describe
 from holmes_ext.patches.megatron.command_line.flags import DS_CONFIG, READ
 from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEARING_KEYS, NOT_READ, UNLESS
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.as_plan import given

@@ -11,15 +11,13 @@ from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.arrange import place as placing
-from holmes_ext.plan.arrange.pack import pack
-from holmes_ext.plan.arrange.place import distinct_orders, fastest_first, order_count
+from holmes_ext.plan.arrange.place import distinct_orders, fastest_first, order_count, pack
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.rank_model import RankModel
-from holmes_ext.plan.cost.stages import estimate
+from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.decide import straddles_of
-from holmes_ext.plan.placement.placement import Placement
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
+from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.sizes import Sizes, groups
 from holmes_ext.plan.workload import Workload
 

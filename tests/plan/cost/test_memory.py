@@ -1,4 +1,4 @@
-"""plan/cost/memory.py against bytes that torch really holds: a Megatron-like GPT in bf16 and fp32, its saved
+"""plan/cost/model.py against bytes that torch really holds: a Megatron-like GPT in bf16 and fp32, its saved
 tensors counted at their fullest.
 
 The block is Megatron's: fused qkv, scores through softmax and dropout, GeLU, dropout before both residual
@@ -13,8 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from holmes_ext.plan.cost.memory import in_flight, stage_memory, working_bytes
-from holmes_ext.plan.cost.model import Model
+from holmes_ext.plan.cost.model import Model, in_flight, stage_memory, working_bytes
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.cost.model import Gpu, Model
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import Gpu, Model, load_model
 from holmes_ext.plan.sizes import Sizes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "models"

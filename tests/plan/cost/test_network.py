@@ -6,7 +6,7 @@ from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.plan.buckets import chunks_of
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.placement import Fold
 from holmes_ext.plan.sizes import Sizes
 
 

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from holmes_ext.plan.placement.fold import Fold
-from holmes_ext.plan.placement.placement import Placement
+from holmes_ext.plan.placement import Fold, Placement
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
 
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "dp-tp-cp-ep-pp", "tp-pp-cp-ep-dp")

@@ -17,7 +17,7 @@ from selection import some
 from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search.evaluate import Evaluator
 from holmes_ext.planner.search.result import SearchResult

@@ -19,7 +19,7 @@ from holmes_ext.cluster.wan import Between, Uplink, Wan
 from holmes_ext.plan.arrange.orders import Orders
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
 from holmes_ext.planner.bound.crossing import FAIR, SharedHop, blocks_at_most
 from holmes_ext.planner.bound.orders import OrderBounds
 from holmes_ext.planner.bound.shape import ShapeBound

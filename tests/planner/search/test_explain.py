@@ -8,7 +8,7 @@ import pytest
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.as_plan import given

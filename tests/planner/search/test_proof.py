@@ -10,7 +10,7 @@ import pytest
 
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
 from holmes_ext.planner.search import search as searching
 from holmes_ext.planner.search.evaluate import Evaluator, PlacedShape
 from holmes_ext.planner.search.result import SearchResult

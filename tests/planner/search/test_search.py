@@ -16,7 +16,7 @@ from holmes_ext.plan.cost.links import Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate
-from holmes_ext.plan.rules import Rules
+from holmes_ext.plan.engine import Rules
 from holmes_ext.planner.bound.shape import ShapeBound
 from holmes_ext.planner.search import search as searching
 from holmes_ext.planner.search.changed import with_ethernet

@@ -20,8 +20,7 @@ from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
-from holmes_ext.plan.cost.model import Model
-from holmes_ext.plan.cost.model_file import on_clusters
+from holmes_ext.plan.cost.model import Model, on_clusters
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.nodes import ideal

@@ -13,14 +13,14 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.patches.torch.features import DDP, LOOP
+from holmes_ext.plan import placement as folds
 from holmes_ext.plan.cost.links import Curve, Link, Links, fit
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.engine import AWAITED
 from holmes_ext.plan.passes import passes
-from holmes_ext.plan.placement import fold as folds
-from holmes_ext.plan.placement.fold import Fold
+from holmes_ext.plan.placement import Fold
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.simulate.events import Simulation, Transfer
 from holmes_ext.planner.simulate.execution import Execution

@@ -1,4 +1,4 @@
-"""plan/cost/reductions/tied.py, simulated: a tied weight whatever clusters its two stages lie on."""
+"""Sums of a tied weight (plan/cost/reductions.py), simulated, whatever clusters its two stages lie on."""
 
 import clusters
 import pytest

@@ -8,10 +8,9 @@ import threading
 import pytest
 from waiting import await_
 
+from holmes_ext.runtime import sockets
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import addresses, listener
-from holmes_ext.runtime.sockets.addresses import address_text, is_loopback, listen, peer_host, split_address
-from holmes_ext.runtime.sockets.listener import Listener
+from holmes_ext.runtime.sockets import Listener, address_text, is_loopback, listen, peer_host, split_address
 
 
 @contextlib.contextmanager
@@ -46,7 +45,7 @@ def test_the_oldest_stranger_of_an_address_goes_when_there_are_too_many():
 
 def test_a_crowded_address_makes_room_for_others(monkeypatch):
     hosts = iter(["one"] * 5 + ["two"] * 2)
-    monkeypatch.setattr(listener, "peer_host", lambda connection: next(hosts))
+    monkeypatch.setattr(sockets, "peer_host", lambda connection: next(hosts))
     served = []
 
     def handle(guest):
@@ -68,7 +67,7 @@ def test_a_crowded_address_makes_room_for_others(monkeypatch):
 def test_all_addresses_of_one_ipv6_network_count_as_one(monkeypatch):
     """Somebody with a /64 has any number of addresses: an honest caller was the oldest of many, and went."""
     hosts = iter(["2001:db8:1::1", *(f"2001:db8:2::{k:x}" for k in range(20))])
-    monkeypatch.setattr(listener, "peer_host", lambda connection: next(hosts))
+    monkeypatch.setattr(sockets, "peer_host", lambda connection: next(hosts))
     with listening(waits, per_address=5, strangers=8) as one:
         honest = call(one)
         crowd = [call(one) for _ in range(20)]
@@ -86,7 +85,7 @@ def test_all_addresses_of_one_ipv6_network_count_as_one(monkeypatch):
     ("fe80::1%eth0", "fe80::/64"), ("a name", "a name"),
 ])  # fmt: skip
 def test_networks(host, network):
-    assert addresses.network_of(host) == network
+    assert sockets.network_of(host) == network
 
 
 def test_who_is_admitted_is_no_stranger_any_more():
@@ -209,4 +208,4 @@ def test_all_addresses_of_both_families():
 def test_a_port_in_use_is_refused_though_there_is_another_family():
     with listen("", 0) as everywhere, pytest.raises(OSError):
         listen("", everywhere.getsockname()[1])
-    assert addresses.errno.EADDRINUSE
+    assert sockets.errno.EADDRINUSE

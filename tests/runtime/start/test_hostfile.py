@@ -8,7 +8,7 @@ import pytest
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.errors import HolmesError
-from holmes_ext.runtime.start.hostfile import check_hosts, launched_hosts
+from holmes_ext.runtime.start.launcher import check_hosts, launched_hosts
 
 HOSTS = {"a0": 1, "b0": 1, "a1": 1, "b1": 1}
 

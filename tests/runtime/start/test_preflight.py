@@ -22,7 +22,7 @@ from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.start import preflight
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.preflight_verdict import lost
+from holmes_ext.runtime.start.preflight import lost
 
 FABRICS = (
     Fabric(ETHERNET, "ethernet", 10**9, 3e-5),

@@ -15,7 +15,7 @@ from holmes_ext.options import Options
 from holmes_ext.patches.traits import ENGINES
 from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.cost.model_file import load_model
+from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.transport import GLOO_VARIABLE, as_made

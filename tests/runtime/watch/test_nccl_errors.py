@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from holmes_ext.patches import Registry, all_patches
 from holmes_ext.runtime import session
-from holmes_ext.runtime.watch import failure, nccl_errors, nic_watch, nics
+from holmes_ext.runtime.watch import failure, nccl_errors, nics
 
 c10d = dist.distributed_c10d
 
@@ -104,7 +104,7 @@ def watch(monkeypatch):
     monkeypatch.setattr(session, "_active", current)
     monkeypatch.setattr(failure, "_first", lambda mine: mine)  # no other rank has reported a failure before
     monkeypatch.setattr(nics, "in_use", lambda current: [])  # there are no NICs to poll
-    watch = nic_watch.NicWatch(patience_s=0.0)
+    watch = failure.NicWatch(patience_s=0.0)
     monkeypatch.setattr(watch, "run", lambda: None)  # the thread ends at once
     watch.start()
     yield watch

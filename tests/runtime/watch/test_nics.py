@@ -17,7 +17,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.transport import Transport
 from holmes_ext.runtime.session import GroupRecord
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.watch import failure, nic_watch, nics
+from holmes_ext.runtime.watch import failure, nics
 from holmes_ext.runtime.watch.nccl_errors import NcclFailure
 
 FABRICS = (Fabric("roce", "roce", 10**9, 4e-6), Fabric(ETHERNET, "ethernet", 10**8, 3e-5))
@@ -46,7 +46,7 @@ def current(monkeypatch):
     return made
 
 
-class Watched(nic_watch.NicWatch):
+class Watched(failure.NicWatch):
     """A watch whose NIC is in the trouble that the test says, and whose end is told instead of done."""
 
     def __init__(self, patience_s):
@@ -214,7 +214,7 @@ def test_a_failure_of_nccl_is_printed_once_and_names_the_lost_node(current, monk
     # NCCL has failed in two groups of this process, which is rank 1.
     failures = [NcclFailure([0, 1, 2], "REMOTE_ERROR"), NcclFailure([0, 1], "COMM_ERROR")]
     monkeypatch.setattr(failure, "nccl_failures", lambda: failures)
-    watch = nic_watch.NicWatch(patience_s=0.0, trouble=nics.trouble)
+    watch = failure.NicWatch(patience_s=0.0, trouble=nics.trouble)
     for second in range(3):
         watch.poll(float(second))
     (line,) = capfd.readouterr().err.splitlines()  # one line after three polls

@@ -1,16 +1,42 @@
-"""A sum inside every cluster, across them, and inside again: what crosses is a sum of a whole cluster.
+"""How gradients are summed: each reduction prices itself, and says which NICs and links it uses.
+
+A reduction is made for one family of groups (plan/placement.py): its prices where it is alone, its flows
+for the simulation.
+
+    PricedReduction   one ring over all ranks of a group
+    TwoLevels         a sum inside every cluster, across them, and inside again
+    Sharded           gradients, weights or optimizer sharded over a data-parallel group (ZeRO, FSDP)
+    by_pairs, ...     the gradient of a weight that the first and the last stage share
+
+Two levels. What crosses is a sum of a whole cluster:
 
     chunk 0   inside | there | back | inside          chunks follow each other, so the slower level is
     chunk 1            inside | there | back | ...    always busy
 
 The steps inside clusters are rings (NCCL, runtime/reduce/two_level_nccl.py), or `direct`: every rank sends
 each other its block (gloo, two_level.py). NCCL's need as many ranks in each cluster.
+
+Sharded:
+
+    ZeRO 1    once a step: gradients are scattered, updated weights gathered
+    ZeRO 2    gradients are scattered after each micro-batch's backward; weights gathered once a step
+    ZeRO 3    and weights gathered before each layer's forward and again before its backward
+    hybrid    the same inside each cluster; the owners of a shard, one in each, all-reduce its gradient across
+
+A scatter or a gather is half of a ring's all-reduce; gloo's reduce-scatter moves as much as an all-reduce.
+With prefetch the next layer's weights, and the last one's gradients, travel while a layer computes.
+
+A tied weight's gradient:
+
+    pairs        every rank of the first stage all-reduces the whole gradient with its twin of the last
+    two levels   the sum over all ranks of both stages, each in a cluster of
+                 its own: it crosses once for a stage (runtime/reduce/tied.py)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -19,9 +45,55 @@ from holmes_ext.cluster.fabric import Fabric
 from holmes_ext.plan.across import ways_across
 from holmes_ext.plan.buckets import chunk_bytes, chunks_of
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
-from holmes_ext.plan.cost.reductions.reduction import Flow, PricedReduction, Tag
-from holmes_ext.plan.placement.families import GroupFamily, GroupPart
+from holmes_ext.plan.placement import Fold, GroupFamily, GroupPart
 from holmes_ext.plan.traffic import CrossClusterAlgorithm, Pair
+
+#: Of a transfer.
+Tag = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes of `sizes`, one after the other, over one load; or one step of a chain, over several at once."""
+
+    loads: tuple[Load, ...]
+    sizes: tuple[float, ...]
+    #: Name in the simulation, and what it stands behind.
+    tag: Hashable
+    channel: Hashable = None
+    #: The step of a chain that follows when it has arrived.
+    then: Hashable = None
+    chained: bool = False
+    #: Latency of a way between clusters; blocks: what follows on the same channel waits for it too.
+    way_s: float = 0.0
+    blocks: bool = False
+
+
+@dataclass(frozen=True)
+class PricedReduction:
+    """A reduction by one ring over all ranks of a group, which others refine. name: in tables."""
+
+    load: Load = Load()
+    name: str = "flat"
+
+    @property
+    def once(self) -> Price:
+        """Of a step's gradients, by their bytes."""
+        return self.load.price
+
+    def seconds(self, size: float) -> float:
+        """Of `size` bytes at once."""
+        return self.once.seconds(size)
+
+    def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
+        """Of buckets of `sizes` bytes: at most `most` chains, begun by their first flow; the last is named
+        `tag`."""
+        return [[Flow((self.load,), tuple(sizes), tag, tag[:3])]]
+
+
+#: Where there is nothing to sum.
+NONE = PricedReduction(name="none")
+
 
 #: Below this, there and back, chunks are not made larger to outlast latency: other costs are as long.
 HIDDEN_LATENCY_S = 5e-4
@@ -269,3 +341,138 @@ def _half(
         nics, network.hops(fabric, crossing), network.line(fabric), part=max(leaving.values()), across=True,
         senders=family.count * sum(volumes.values()), posts=posts,
     )
+
+
+Row = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Sharded(PricedReduction):
+    """load: of an all-reduce among the ranks that share."""
+
+    zero: int = 1
+    #: Bytes of weights that travel for each byte of gradients.
+    weights: float = 0.5
+    #: What a scatter moves of an all-reduce.
+    scatter_part: float = 0.5
+    #: All-reduce of a shard across clusters, and how many bytes of gradients are in one of a shard.
+    across: Load | None = None
+    shards: int = 1
+    #: Part of the weights that the backward pass gathers again.
+    again: float = 1.0
+
+    @property
+    def gather(self) -> Price:
+        """Of all weights, by the bytes of their gradients."""
+        half = self.load.price.scaled(0.5)
+        return Price(self.weights * half.byte_s, half.latency_s)
+
+    @property
+    def scatter(self) -> Price:
+        return self.load.price.scaled(self.scatter_part)
+
+    @property
+    def owned(self) -> Price:
+        """Of a shard's sum across clusters, by the bytes of all gradients."""
+        if self.across is None:
+            return FREE
+        return Price(self.across.price.byte_s / self.shards, self.across.price.latency_s)
+
+    @property
+    def once(self) -> Price:
+        if self.zero == 1:
+            return self.scatter + self.owned + self.gather
+        return self.gather if self.zero == 2 else FREE
+
+    def passes(
+        self, forward: Row, backward: Row, sizes: Row, repeats: Sequence[int], prefetch: bool
+    ) -> tuple[Row, Row]:
+        """[kind of layer] seconds of a forward and a backward pass that compute so long, with what they send;
+        sizes: bytes of its gradients."""
+        if self.zero < 2:
+            return forward, backward
+        weights = self.gather if self.zero == 3 else FREE
+        again = weights.scaled(self.again)
+        before, between, after, across = (
+            tuple(map(price.seconds, sizes)) for price in (weights, again, self.scatter, self.owned)
+        )
+        if not prefetch:
+            return added(forward, before), added(backward, between, after, across)
+        # gathers and scatters have the same NICs; of both latencies one is hidden
+        both = Price(again.byte_s + self.scatter.byte_s, max(again.latency_s, self.scatter.latency_s))
+        last_s = between[-1] + after[0] + across[0]
+        down = (forward, before[0]), (before, forward[-1])
+        up = (backward, last_s), (tuple(map(both.seconds, sizes)), 0.0), (across, 0.0)
+        return longest(down, repeats), longest(up, repeats)
+
+
+def added(*rows: Row) -> Row:
+    return tuple(map(sum, zip(*rows)))
+
+
+def longest(rows: Sequence[tuple[Row, float]], repeats: Sequence[int]) -> Row:
+    """Of passes over all layers with seconds that nothing hides: the longest, those added to layer 0."""
+
+    def seconds(direction: tuple[Row, float]) -> float:
+        return sum(value * count for value, count in zip(direction[0], repeats)) + direction[1]
+
+    row, more_s = max(rows, key=seconds)
+    return row[0] + more_s / repeats[0], *row[1:]
+
+
+def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
+    """The parts of such groups that lie in one cluster each; [] where they are not equal, or there is one."""
+    parts: dict[str, list[GroupPart]] = {}
+    for part in family.parts:
+        parts.setdefault(network.cluster(part.kind), []).append(part)
+    ranks = {sum(part.nodes * part.here for part in cluster_parts) for cluster_parts in parts.values()}
+    if len(parts) < 2 or len(ranks) > 1:
+        return []
+    (count,) = ranks
+    return [
+        replace(family, ranks=count, parts=tuple(cluster_parts),
+                ring=tuple((part.kind, part.nodes) for part in cluster_parts))
+        for cluster_parts in parts.values()
+    ]
+
+
+def owners(network: Network, family: GroupFamily) -> GroupFamily:
+    """Groups of one shard: a rank of each cluster; a node has as many as ranks of the others."""
+    first: dict[str, GroupPart] = {}
+    for part in family.parts:
+        first.setdefault(network.cluster(part.kind), part)
+    parts = tuple(
+        replace(part, nodes=1, here=1, groups=part.here * part.groups, crowd=part.here * part.crowd)
+        for part in first.values()
+    )
+    ranks = family.ranks // len(parts)
+    return replace(family, ranks=len(parts), count=family.count * ranks, parts=parts,
+                   ring=tuple((part.kind, 1) for part in parts))
+
+
+def twins(fold: Fold) -> Iterator[GroupFamily]:
+    """Groups of the first and the last stage that hold the same part of such a weight, as one family each."""
+    last = {family.pipelines: family for family in fold.families(fold.stages[-1])}
+    for first in fold.families(0):
+        if (other := last.get(first.pipelines)) is not None:
+            parts, ring = first.parts + other.parts, first.ring + other.ring
+            yield GroupFamily(0, first.ranks + other.ranks, first.count, parts, first.pipelines, ring)
+
+
+def by_pairs(network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0) -> PricedReduction:
+    """Of one kind of pipeline."""
+    edge = fold.edge(pipeline, 0, fold.stages[-1])
+    return PricedReduction(network.pairwise(edge, inside_bps), "pairs")
+
+
+def in_two_levels(
+    network: Network, both: GroupFamily, size: float, direct: bool, groups: float, inside_bps: float = 0.0
+) -> TwoLevels | None:
+    """None where a stage lies on several clusters, both lie on one, or a stage has one rank."""
+    clusters = [network.cluster(kind) for kind, _ in both.ring]
+    first = sum(part.nodes * part.here for part in both.parts if network.cluster(part.kind) == clusters[0])
+    borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
+    apart = 2 * first == both.ranks and borders == 1
+    if network.only is not None or both.ranks == 2 or not apart:
+        return None
+    return two_levels(network, both, size, direct, groups, "off", inside_bps, spread=False)
