@@ -9,7 +9,7 @@ they change.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from holmes_ext import extensions
 from holmes_ext.options import Options
@@ -25,7 +25,7 @@ __all__ = [
     "disabled_features", "extension_patches", "features", "installed_versions", "registry",
 ]  # fmt: skip
 
-_FRAMEWORKS = {
+_FRAMEWORKS: Mapping[str, Mapping[str, tuple[Feature, ...]]] = {
     "torch": torch.MODULES,
     "deepspeed": deepspeed.MODULES,
     "lightning": lightning.MODULES,
