@@ -29,7 +29,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "initialize_model_parallel":  # megatron.core.parallel_state's, imported only now
-        return import_module("holmes_ext.job").initialize_model_parallel()
+        drop_in = import_module("holmes_ext.patches.megatron.drop_in").drop_in
+        return drop_in(import_module("holmes_ext.job").enable)
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'holmes_ext' has no attribute {name!r}")

@@ -30,9 +30,9 @@ Session = Any  # holmes_ext.runtime.session.Session
 GROUP = "holmes_ext.extensions"
 #: Extensions that come with holmes_ext.
 BUILT_IN = (
-    "holmes_ext.planner.extension:EXTENSION",
-    "holmes_ext.adapt.extension:EXTENSION",
-    "holmes_ext.join.extension:EXTENSION",
+    "holmes_ext.planner:EXTENSION",
+    "holmes_ext.adapt:EXTENSION",
+    "holmes_ext.join:EXTENSION",
 )
 
 #: What an extension can contribute: the name of the contribution point -> what each object must be.
@@ -138,8 +138,8 @@ def found() -> Installed:
     loaded = [load(reference) for reference in BUILT_IN]
     problems = []
     for point in importlib.metadata.entry_points(group=GROUP):
-        if point.value in BUILT_IN:
-            continue
+        if point.value.startswith("holmes_ext."):
+            continue  # built in; an older installation may name other modules
         try:
             extension = point.load()
             if not isinstance(extension, Extension):

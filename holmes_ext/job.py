@@ -8,21 +8,19 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext import banner, extensions, patches
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options, from_environment, options_from, parse_flags
 from holmes_ext.patches.conflicts import WITH_GIL, without_gil
 from holmes_ext.patches.deepspeed import ds_config
-from holmes_ext.patches.megatron import drop_in
 from holmes_ext.patches.megatron.command_line.describe import (
     describe,
     model_from_arguments,
     overlaps,
     sizes_from_arguments,
 )
-from holmes_ext.patches.torch import fsdp
 from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan import maker
 from holmes_ext.plan.experts import load_order
@@ -31,7 +29,10 @@ from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.rank import start
-from holmes_ext.runtime.watch import failure, metrics, start_stop
+from holmes_ext.runtime.watch import failure, start_stop
+
+if TYPE_CHECKING:
+    from holmes_ext.runtime.watch.metrics import Metrics
 
 #: Environment variables before activation, to be put back by disable().
 _before: dict[str, str | None] = {}
@@ -133,11 +134,6 @@ def disable() -> None:
     _before.clear()
 
 
-def initialize_model_parallel() -> Callable[..., Any]:
-    """megatron.core.parallel_state's function, which switches holmes on where nothing else did."""
-    return drop_in.drop_in(enable)
-
-
 def asked_for(options: Options, argv: list[str]) -> PlanRequest:
     """What arguments and options ask for; HolmesError where they say too little, or without the GIL."""
     if lack := without_gil():
@@ -158,13 +154,13 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
     _before.update({name: os.environ.get(name) for name in _TOUCHED})
     if process.rank != 0:  # what is off and why is the same everywhere, or agree_on_patches() ends the job
         logging.getLogger("holmes_ext.patches").setLevel(logging.ERROR)
-    installed = ", ".join(map(" ".join, patches.installed_versions(patches.core_patches()).items()))
+    installed = ", ".join(map(" ".join, patches.installed_versions(patches.core_features()).items()))
     agreed = {"HOLMES_DISABLE": os.environ.get("HOLMES_DISABLE", ""), "installed frameworks": installed}
     config = ds_config.from_arguments(argv)
     if config is not None:
         agreed["content of the --deepspeed_config file"] = config.digest
     extension_lines: list[str] = []
-    told: metrics.Metrics | None = None
+    metrics: Metrics | None = None
     request = PlanRequest(options)
     try:
         try:
@@ -175,7 +171,9 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             registry.add(patches.extension_patches(options))
             registry.enable_asked_for(options)
             request.options = replace(options, off=registry.switched_off())
-            told = metrics.open_metrics(options, process)
+            if options.metrics:
+                open_metrics = extensions.load("holmes_ext.runtime.watch.metrics:open_metrics")
+                metrics = open_metrics(options, process)
         except HolmesError as error:
             trouble = trouble or error
         request.counted = counted
@@ -185,9 +183,9 @@ def _start(options: Options, argv: list[str], trouble: HolmesError | None = None
             lines += ds_config.checked(config, current)
     except BaseException:
         registry.undo()
-        if told is not None:
-            told.close()
+        if metrics is not None:
+            metrics.close()
         raise
     if options.fsdp == "hybrid":
-        atexit.register(fsdp.tell_unused, current)
-    banner.show(current, lines + start_stop.start(current, told))
+        atexit.register(extensions.load("holmes_ext.patches.torch.fsdp:tell_unused"), current)
+    banner.show(current, lines + start_stop.start(current, metrics))

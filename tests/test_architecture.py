@@ -86,12 +86,11 @@ ALLOWED_INSIDE = {
 #: Files that import by a name that is worked out: what for.
 DYNAMIC = {
     "holmes_ext/__init__.py": "the public names, when they are used",
-    "holmes_ext/extensions.py": "what extensions name",
     "holmes_ext/cli/main.py": "the module of the command that is asked for",
+    "holmes_ext/extensions.py": "load(): what extensions name, modules with patches, parts that few jobs use",
     "holmes_ext/doctor/frameworks.py": "`--check` imports the frameworks",
     "lab/holmes_lab/__init__.py": "the public names, when they are used",
     "lab/holmes_lab/process/zygote.py": "what --preload names",
-    "patches/__init__.py": "the table of modules that hold patches",
 }
 #: What works where torch is not installed, with all that it imports at its top.
 WITHOUT_TORCH = (

@@ -1,2 +1,60 @@
-"""A plan that learns while the job runs: measured, decided again, taken by all ranks at one step's
-boundary."""
+"""Declares re-planning: parts of the plan are decided again while the job runs, from measured times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holmes_ext.extensions import Extension, Option
+from holmes_ext.options import Options
+
+if TYPE_CHECKING:
+    from holmes_ext.runtime.session import Session
+
+
+def is_active(options: Options) -> bool:
+    return options.value("adapt") != "off" and not options.profile
+
+
+def applies_to(current: Session) -> bool:
+    """Return whether the plan of this job has something that can change between two steps."""
+    has_clusters = len(current.plan.clusters) > 1  # inside one cluster, gradients are summed in one way
+    sums_can_change = has_clusters and current.engine.can("two-level", current.options.off)
+    return current.store is not None and (wants_in_flight(current) or sums_can_change)
+
+
+def wants_in_flight(current: Session) -> bool:
+    """Return whether the number of micro-batches in flight can change between two steps."""
+    options = current.options
+    return options.inflight == "auto" and current.engine.can("in-flight", options.off)
+
+
+EXTENSION = Extension(
+    name="adapt",
+    options=(
+        Option(
+            "adapt",
+            "on (default): re-plans while the job runs, from measured steps and messages; all ranks switch "
+            "at the same step boundary: micro-batches in flight, how gradients are summed (GradientReducer, "
+            "DeepSpeed's overlapped reduction); tell: only reports what it would change; off: the plan stays "
+            "fixed",
+            default="on",
+            choices=("on", "tell", "off"),
+        ),
+        Option(
+            "restart",
+            "tell (default): reports changes that need a restart, and their gain; auto: the job restarts "
+            "with them after its next checkpoint, under torchrun --max-restarts (layers of megatron-core's "
+            "stages; --holmes-adapt on)",
+            default="tell",
+            choices=("tell", "auto"),
+        ),
+    ),
+    hooks={
+        "on_step": "holmes_ext.adapt.learning:begin_step",
+        "on_reduction": "holmes_ext.adapt.learning:begin_sums",
+        "on_checkpoint": "holmes_ext.adapt.restart:saved",
+        "on_stop": "holmes_ext.adapt.learning:on_stop",
+    },
+    is_active=is_active,
+    applies_to=applies_to,
+)

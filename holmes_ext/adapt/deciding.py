@@ -16,8 +16,8 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+from holmes_ext.adapt import wants_in_flight
 from holmes_ext.adapt.edges import edges_of
-from holmes_ext.adapt.extension import wants_in_flight
 from holmes_ext.adapt.pipeline import (
     Change,
     PipelineEvaluator,

@@ -169,7 +169,7 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     findings += frameworks.check_compilers(environ) if live else []
     findings += check_command(words, spec, os.environ) if words else []
     findings += [found for check in extensions.objects("doctor_checks").values() for found in check()]
-    frameworks_found = installed_versions(all_patches())
+    frameworks_found = installed_versions(patch.feature for patch in all_patches())
     versions = {"Python": platform.python_version(), "holmes_ext": __version__, **frameworks_found}
     node_nccl = nccl_of_node(environ, nics)
     ethernet = egress_interface("127.0.0.1") if live else ""

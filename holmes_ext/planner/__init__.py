@@ -1,0 +1,12 @@
+"""Declares the planner: searching for the best parallel sizes, and everything that simulates steps."""
+
+from holmes_ext.extensions import Extension
+
+EXTENSION = Extension(
+    name="planner",
+    contributions={
+        "command_parts": {"plan": "holmes_ext.planner.plan_command"},
+        "report_pages": {"html": "holmes_ext.planner.html.report_page:document"},
+        "pass_solvers": {"quickest": "holmes_ext.planner.passes.solve:quickest"},
+    },
+)

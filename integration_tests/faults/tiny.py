@@ -51,7 +51,7 @@ def pretend():
     if "frameworks" in versions:
         import holmes_ext.patches
 
-        holmes_ext.patches.installed_versions = lambda: versions["frameworks"]
+        holmes_ext.patches.installed_versions = lambda features: versions["frameworks"]
     if "patches" in versions:
         from holmes_ext.patches import Registry
 

@@ -37,3 +37,15 @@ DEEPSPEED = EngineTraits(
     limits={**dict.fromkeys(("virtual", "context", "expert", "replicas"), (1,)),
             "recompute": ("none", "full"), "order": (DEFAULT_ORDER,)},
 )  # fmt: skip
+
+#: Module of this package -> features of its patches.
+MODULES = {
+    "p2p": (P2P, GRID_CHECK),
+    "edges": (EDGES, NARROW),
+    "reduce": (OVERLAP,),
+    "two_level": (TWO_LEVEL, TIED),
+    "partition": (PARTITION,),
+    "checkpoints": (CHECKPOINTS,),
+    "profile": (PROFILE,),
+    "telemetry": (TELEMETRY, ADAPT),
+}

@@ -186,6 +186,14 @@ class Patch:
         return not self.only or version is None or SpecifierSet(self.only).contains(release_of(version))
 
 
+class PatchModule(NamedTuple):
+    """Module of holmes with a tuple PATCHES, which is imported only in a job that needs these patches."""
+
+    name: str  # e.g. "holmes_ext.patches.deepspeed.edges"
+    features: tuple[Feature, ...]  # those of its patches
+    package: str  # the program imports this package before it can use what the patches change
+
+
 class PatchStatus(NamedTuple):
     """State of one patch (a change to a framework's attribute) in this process, for `holmes patches`."""
 

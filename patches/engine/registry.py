@@ -12,6 +12,10 @@ training goes on. If the user asked for the feature by name (required), HolmesEr
 enable() or from the import. Nothing else escapes into an import.
 
 Modules are only watched (wrapt's post-import hooks, which stay and find nothing to do after undo()).
+
+Patches are in modules of holmes (PatchModule), which import much of holmes. The registry imports such a module
+only if one of its features is on and the program imports the package that it patches. A finder at the front of
+sys.meta_path notices that before the package's code runs.
 """
 
 import functools
@@ -23,15 +27,16 @@ from collections.abc import Iterable, Mapping
 
 import wrapt
 
+from holmes_ext import extensions
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.patches.engine.imports import ImportObserver, is_imported
 from holmes_ext.patches.engine.location import Location, Misfit, source_misfit
-from holmes_ext.patches.engine.patch import Feature, Patch, PatchStatus
+from holmes_ext.patches.engine.patch import Feature, Patch, PatchModule, PatchStatus
+from holmes_ext.patches.engine.progress import UNWANTED, Progress
 from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
-#: Why a feature is off that nobody has asked for. The user is not told about it.
-_UNWANTED = "not enabled"
 
 
 def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> frozenset[str]:
@@ -71,62 +76,36 @@ class _NotLoaded(Exception):
     """
 
 
-class _Progress:
-    """State of a feature: a group of patches of a framework, which are all applied or not at all."""
-
-    def __init__(self, feature: Feature):
-        self.feature = feature
-        self.patches: list[Patch] = []
-        # Whether an error is raised if a patch does not fit the framework; else the feature is switched off.
-        self.required = False
-        self.begun = False  # whether the first patches are applied; others may wait for an import
-        self.anyway = False  # used under a version that was not tried, if all of its patches fit
-        self.off: str | None = _UNWANTED  # why it is off; None while it is on
-        self.applied: dict[Patch, Location] = {}
-        self.version: str | None = None  # of the framework, as installed
-
-    def state(self, patch: Patch) -> str:
-        """Return the state of one patch of the feature, as in PatchStatus.state."""
-        if self.off:
-            return "off"
-        if not patch.is_for_version(self.version):
-            return "other version"
-        return "applied" if patch in self.applied else "waiting"
-
-    def misfit(self) -> str | None:
-        """Return why the installed version is not supported.
-
-        None if it is supported, or if the user wants to try it (--holmes-try).
-        """
-        reason = self.feature.version_misfit(self.version)
-        return None if self.anyway and self.version is not None else reason
-
-    @property
-    def untried(self) -> bool:
-        """Whether the feature is on under a version that it does not support (--holmes-try)."""
-        is_tried = self.off is None and self.anyway and self.version is not None
-        return is_tried and self.feature.version_misfit(self.version) is not None
-
-
 class Registry:
     """All patches (changes to frameworks), and the state of each in this process.
 
     Every public method may be called from any thread.
     """
 
-    def __init__(self, patches: Iterable[Patch] = (), elsewhere: Iterable[str] = ()):
+    def __init__(
+        self,
+        patches: Iterable[Patch] = (),
+        elsewhere: Iterable[str] = (),
+        modules: Iterable[PatchModule] = (),
+    ):
         """Collect patches, without applying any.
 
         Args:
             patches: The patches.
             elsewhere: Names of features whose patches may be added later. Until then they can be switched
                 off, but not required.
+            modules: Modules with more patches, which are imported when the patches are needed.
         """
         self._elsewhere = frozenset(elsewhere)
         self._lock = threading.RLock()
-        self._features: dict[str, _Progress] = {}
+        self._features: dict[str, Progress] = {}
         self._locations: dict[str, Location] = {}  # by target, of the patches that are applied
         self._watched: set[str] = set()
+        self._unloaded = list(modules)  # their patches are not in _features yet
+        self._finder = ImportObserver(self._load_for_import)
+        for module in self._unloaded:
+            for feature in module.features:
+                self._features.setdefault(feature.name, Progress(feature))
         self.add(patches)
 
     def add(self, patches: Iterable[Patch]) -> None:
@@ -139,7 +118,7 @@ class Registry:
         """
         for patch in patches:
             name, target = patch.feature.name, patch.target
-            progress = self._features.setdefault(name, _Progress(patch.feature))
+            progress = self._features.setdefault(name, Progress(patch.feature))
             if any(patch is other for other in progress.patches):
                 continue
             if patch.feature != progress.feature or target in [other.target for other in progress.patches]:
@@ -179,26 +158,89 @@ class Registry:
                 if progress.off is None:
                     continue  # an earlier call has enabled it
                 progress.off, progress.begun = None, False  # it is on from now on, without applied patches
-                modules = sorted({patch.module for patch in progress.patches})
-                # A module whose import has begun may lack functions, so patches cannot be judged.
-                half_imported = [
-                    module for module in modules if module in sys.modules and not _is_imported(module)
-                ]
-                reason = (
-                    f"{half_imported[0]} is just being imported: enable holmes before"
-                    if half_imported
-                    else None
-                )
                 # With version_of, the version is known only after the import (_apply_ready_patches).
-                if not reason and not progress.feature.version_of:
+                if not progress.feature.version_of:
                     progress.version = progress.feature.installed()
-                    reason = progress.misfit()  # why the version is not supported
-                if reason:
-                    # No warning is needed: the line that holmes prints at the start has the reason.
+                    if reason := progress.misfit():  # why the version is not supported
+                        # No warning is needed: the line that holmes prints at the start has the reason.
+                        self._switch_off(progress, reason, level=logging.INFO)
+                        continue
+            self._load_imported(progress.feature)
+            # A module whose import has begun may lack functions, so patches cannot be judged.
+            half_imported = [
+                module for module in progress.modules if module in sys.modules and not is_imported(module)
+            ]
+            if half_imported:
+                reason = f"{half_imported[0]} is just being imported: enable holmes before"
+                with self._lock:
                     self._switch_off(progress, reason, level=logging.INFO)
-                    continue
-            for module in modules:
-                self._watch(module)  # applies the patches of the module, now or when it is imported
+                continue
+            self._watch_all(progress)
+
+    def _load_imported(self, feature: Feature) -> None:
+        """Import the modules with patches of a feature if the program has imported what they patch.
+
+        The other modules follow when the program imports it.
+        """
+        with self._lock:
+            modules = [module for module in self._unloaded if feature in module.features]
+        imported = [module for module in modules if module.package in sys.modules]
+        self._load(imported)
+        if len(imported) < len(modules) and self._finder not in sys.meta_path:
+            sys.meta_path.insert(0, self._finder)
+
+    def _load_for_import(self, name: str) -> None:
+        """Import the modules with patches that the program needs from now on.
+
+        ImportObserver calls this.
+
+        Args:
+            name: Name of a module, e.g. "deepspeed", whose import begins.
+
+        Raises:
+            HolmesError: a module of holmes cannot be imported, and a feature of it is required.
+        """
+        with self._lock:
+            modules = [
+                module
+                for module in self._unloaded
+                if f"{name}.".startswith(f"{module.package}.") and self._is_used(module)
+            ]
+        try:
+            self._load(modules)
+        except Exception as error:  # a fault of holmes must not end the program's import
+            _log.debug("holmes: patches for %s", name, exc_info=True)
+            with self._lock:
+                for progress in self._on_features_of(modules):
+                    self._switch_off(progress, f"{type(error).__name__}: {error}", error)
+        for progress in self._on_features_of(modules):
+            self._watch_all(progress)
+
+    def _is_used(self, module: PatchModule) -> bool:
+        """Return whether a feature of a module with patches is on."""
+        return any(self.is_on(feature.name) for feature in module.features)
+
+    def _on_features_of(self, modules: Iterable[PatchModule]) -> list[Progress]:
+        """Return the features that are on and have patches in some modules."""
+        names = dict.fromkeys(feature.name for module in modules for feature in module.features)
+        return [self._features[name] for name in names if self.is_on(name)]
+
+    def _load(self, modules: Iterable[PatchModule]) -> None:
+        """Import modules of holmes, and add their patches.
+
+        The caller must not hold the lock: another thread that imports such a module may wait for the lock.
+        """
+        for module in modules:
+            patches = extensions.load(module.name).PATCHES
+            with self._lock:
+                self.add(patches)
+                if module in self._unloaded:
+                    self._unloaded.remove(module)
+
+    def _watch_all(self, progress: Progress) -> None:
+        """Apply the patches of a feature, now or when their modules are imported."""
+        for module in progress.modules:
+            self._watch(module)
 
     def enable_asked_for(self, options: Options) -> None:
         """Enable the features that the options ask for, if their framework is installed.
@@ -233,6 +275,8 @@ class Registry:
 
         An attribute that its class had inherited is deleted from the class.
         """
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
         with self._lock:
             for progress in self._features.values():
                 self._remove(progress)
@@ -251,7 +295,15 @@ class Registry:
         return self._features[name].off is None
 
     def statuses(self) -> list[PatchStatus]:
-        """Return the state of every patch, in the order of registration within each feature."""
+        """Return the state of every patch, in the order of registration within each feature.
+
+        All modules with patches are imported.
+        """
+        with self._lock:
+            modules = list(self._unloaded)
+        self._load(modules)
+        for progress in self._on_features_of(modules):
+            self._watch_all(progress)
         with self._lock:
             return [PatchStatus(name, patch.target, progress.state(patch), progress.off or patch.reason,
                                 progress.version)
@@ -267,7 +319,7 @@ class Registry:
             on = [name for name, progress in self._features.items()
                   if progress.off is None and (progress.applied or not progress.feature.version_of)]
             return on, {name: progress.off for name, progress in self._features.items()
-                        if progress.off and progress.off != _UNWANTED}
+                        if progress.off and progress.off != UNWANTED}
 
     def untried(self) -> dict[str, list[str]]:
         """Return the features that are on under a version that they do not support (--holmes-try).
@@ -294,13 +346,18 @@ class Registry:
             return sorted(texts - {""})
 
     def states(self) -> dict[str, str]:
-        """Return a dict "feature target" -> "off" or "on VERSION", which is equal on ranks patched alike.
+        """Return the state of each feature, "off" or "on VERSION". It is equal on ranks patched alike.
 
-        A patch that waits for an import counts as on, since a rank may import a module later than another.
+        A feature whose patches wait for an import counts as on, since a rank may import a module later than
+        another. A feature with version_of is left out until its framework is imported: before, its state is
+        not certain.
         """
         with self._lock:
-            return {f"{name} {patch.target}": "off" if progress.off else f"on {progress.version}"
-                    for name, progress in self._features.items() for patch in progress.patches}
+            return {
+                name: "off" if progress.off else f"on {progress.version}"
+                for name, progress in self._features.items()
+                if progress.off or progress.version or not progress.feature.version_of
+            }
 
     def _watch(self, name):
         """Let _imported() run for a module: at once if the module is imported, or else after its import.
@@ -312,7 +369,7 @@ class Registry:
             self._watched.add(name)
         if not was_watched:
             wrapt.register_post_import_hook(functools.partial(self._imported, name), name)
-        elif _is_imported(name):
+        elif is_imported(name):
             self._imported(name)
 
     def _imported(self, name, module=None):
@@ -374,7 +431,7 @@ class Registry:
             for patch in progress.patches
             if patch not in progress.applied and patch.is_for_version(progress.version)
         ]
-        ready = [patch for patch in pending if patch.module == imported or _is_imported(patch.module)]
+        ready = [patch for patch in pending if patch.module == imported or is_imported(patch.module)]
         # The attributes to change: a Location is shared by all patches of one attribute.
         locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
         for patch, location in locations.items():
@@ -417,9 +474,3 @@ class Registry:
             if not location.patches:  # patches of other features may remain
                 del self._locations[location.target]
         progress.applied.clear()
-
-
-def _is_imported(name):
-    """Return whether the import of a module has ended. Python sets `_initializing` during the import."""
-    module = sys.modules.get(name)
-    return module is not None and not getattr(module.__spec__, "_initializing", False)

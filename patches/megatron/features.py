@@ -93,3 +93,19 @@ MEGATRON = EngineTraits(
     limits={"zero": (0, 1)},
     two_level_zero=(1,),
 )  # fmt: skip
+
+#: Module of this package -> features of its patches.
+MODULES = {
+    "unused": (MEGATRON_DEEPSPEED_IMPORTS,),
+    "core": (GROUPS, LAYERS),
+    "reduce.reduction": (REDUCTION,),
+    "reduce.gather": (GATHER,),
+    "reduce.tied": (TIED,),
+    "p2p": (P2P,),
+    "edges": (SLICES, EDGES),
+    "experts": (EXPERTS,),
+    "profile": (PROFILE,),
+    "flags": (LM, MEGATRON_DEEPSPEED_FLAGS),
+    "megatron_lm": (LM, LM_CHECKPOINTS),
+    "telemetry": (TELEMETRY, ADAPT, RESTART),
+}

@@ -59,3 +59,24 @@ TORCHTITAN = _engine(
     limits={"zero": (1, 3), "clusters": ("pipeline", "data"), "order": (DEFAULT_ORDER,)},
     two_level_zero=(1,), breadth_first=True,
 )  # fmt: skip
+
+#: Module of this package -> features of its patches.
+MODULES = {
+    "groups": (RANKS, NICS),
+    "messages": (NICS,),
+    "late_start": (LATE_START,),
+    "shrink": (CHANGED_GROUPS,),
+    "torchcomms": (NICS,),
+    "ddp": (DDP_HOOK,),
+    "fsdp": (FSDP,),
+    "passes": (PASSES,),
+    "pipelining": (PIPELINING,),
+    "telemetry": (TELEMETRY,),
+    "failures": (FAILURES,),
+}
+#: Module of this package -> the package of torch that it patches, if many programs do not import that.
+PACKAGES = {
+    "fsdp": "torch.distributed.fsdp",
+    "passes": "torch.distributed.pipelining",
+    "pipelining": "torch.distributed.pipelining",
+}

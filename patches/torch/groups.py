@@ -215,7 +215,7 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
     """
     prefix = f"{current.round}/agree/{next(_default_group_numbers)}"  # new for each start of the job
     mine = {"who": f"rank {current.rank} on {current.node.name}", "plan's digest": current.plan.digest}
-    mine.update(registry().states())  # patch -> "off" or "on VERSION"
+    mine.update(registry().states())  # feature -> "off" or "on VERSION"
     # compare_set(key, "", value) sets the key if it does not exist, and returns the key's value.
     first = json.loads(store.compare_set(f"{prefix}/first", "", json.dumps(mine)))
     difference = _difference(mine, first)
@@ -245,11 +245,12 @@ def _difference(mine: dict[str, str], first: dict[str, str]) -> str:
 
     Args:
         mine: Describes this rank. Keys: "who" (this rank and its node, not compared), "plan's digest" (a
-            hash) and the name of each patch, whose value is the patch's state.
-        first: Describes the rank that came first, with the same keys.
+            hash) and the name of each feature (a group of patches), whose value is the feature's state.
+        first: Describes the rank that came first, in the same way. A key that only one rank has is not
+            compared: the other rank has not imported the framework of this patch yet.
     """
-    keys = sorted({*mine, *first} - {"who"})
-    different_keys = [key for key in keys if mine.get(key) != first.get(key)]
+    keys = sorted((mine.keys() & first.keys()) - {"who"})
+    different_keys = [key for key in keys if mine[key] != first[key]]
     if not different_keys:
         return ""
     key = different_keys[0]

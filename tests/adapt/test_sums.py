@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from holmes_ext import adapt
 from holmes_ext.adapt.reductions import SumChange
 from holmes_ext.adapt.sums import SumWindow, fits
 from holmes_ext.plan.traffic import ReductionSpec
@@ -46,3 +47,19 @@ def test_what_the_program_waited_for_sums(spans, reduction, exposed):
     window.step([op], spans, reduction)
     report = window.report()
     assert report["exposed"] == pytest.approx(exposed) and report["busy"] == {"ethernet": 2.0}
+
+
+@pytest.mark.parametrize("clusters, in_flight, applies", [
+    (("a",), False, False),  # gradients are summed in one way only
+    (("a", "b"), False, True),
+    (("a",), True, True),
+])  # fmt: skip
+def test_a_plan_in_which_nothing_can_change_needs_no_adapting(clusters, in_flight, applies):
+    abilities = {"two-level", "in-flight"} if in_flight else {"two-level"}
+    current = SimpleNamespace(
+        plan=SimpleNamespace(clusters=dict.fromkeys(clusters, ("node",))),
+        engine=SimpleNamespace(can=lambda ability, off: ability in abilities),
+        options=SimpleNamespace(inflight="auto", off=frozenset()),
+        store=object(),
+    )
+    assert adapt.applies_to(current) == applies

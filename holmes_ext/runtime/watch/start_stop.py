@@ -10,22 +10,24 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext import extensions
 from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime import hooks
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.optimizer_steps import StepCounter
-from holmes_ext.runtime.measure.telemetry_file import Writer, open_writer
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import STORE_S, connect
 from holmes_ext.runtime.watch import flight_recorder, nics
 from holmes_ext.runtime.watch.as_planned import Comparison
 from holmes_ext.runtime.watch.failure import NicWatch
-from holmes_ext.runtime.watch.metrics import Metrics
 from holmes_ext.runtime.watch.watchdog import Watchdog
 from holmes_ext.words import tell_user, why
+
+if TYPE_CHECKING:
+    from holmes_ext.runtime.measure.telemetry_file import Writer
+    from holmes_ext.runtime.watch.metrics import Metrics
 
 #: How long telemetry waits for the others at the start, in seconds.
 _START_S = 60.0
@@ -57,7 +59,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
         if metrics is not None:
             lines.append(f"metrics: {metrics.place}, of local rank 0 on every node")
             if _Running.writer is None:
-                _Running.writer = open_writer(current, "", recorder, take)
+                _Running.writer = _open_writer(current, "", recorder, take)
         telemetry.set_recorder(recorder)
         hook_optimizers(recorder)
         atexit.register(stop)  # a thread that comes to Python while the interpreter ends aborts it
@@ -179,6 +181,11 @@ def _watchdog(current: Session, recorder: telemetry.Recorder, factor: float, flo
     )  # fmt: skip
 
 
+def _open_writer(*arguments: Any) -> Writer:
+    """Call open_writer of telemetry_file.py, which is imported only in a job that writes telemetry."""
+    return extensions.load("holmes_ext.runtime.measure.telemetry_file:open_writer")(*arguments)
+
+
 def _start_telemetry(current: Session, recorder: telemetry.Recorder,
                      take: Callable[[dict[str, Any]], None]) -> list[str]:
     """Open this rank's file; the clocks are compared meanwhile, in a thread."""
@@ -190,7 +197,7 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder,
         if process.world_size > 1:
             store = connect(process, _START_S)
             run = store.compare_set(f"{prefix}/run", "", run).decode()
-        _Running.writer = writer = open_writer(current, run, recorder, take)
+        _Running.writer = writer = _open_writer(current, run, recorder, take)
     except (OSError, RuntimeError) as error:  # of this rank alone, so rank 0 does not tell it
         message = f"rank {current.rank} trains without telemetry ({why(error).splitlines()[0]})"
         tell_user(f"--holmes-telemetry {directory}: {message}")
