@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 #: Modules whose functions search for a module, but do not import it.
-_SEARCHING_MODULES = ("importlib.util", "holmes_ext.patches.engine.source")
+_SEARCHING_MODULES = ("importlib.util", "holmes_ext.patches.engine.location")
 
 
 class ImportObserver(importlib.abc.MetaPathFinder):

@@ -18,7 +18,6 @@ from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.groups import grid
 from holmes_ext.runtime.start.launcher import Process
 
 SITE = example()
@@ -36,7 +35,7 @@ def active(monkeypatch):
         return current
 
     monkeypatch.setattr(megatron_reduction, "checkpoints_allow_buckets", False)
-    monkeypatch.setattr(grid, "_told", set())
+    monkeypatch.setattr(session, "_told", set())
     yield activate
     session.set_active(None)
 
