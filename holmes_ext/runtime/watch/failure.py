@@ -38,7 +38,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of
 from holmes_ext.runtime.deadline import within
-from holmes_ext.runtime.watch import flight_recorder, nccl_errors, nics
+from holmes_ext.runtime.watch import nccl_errors, nics
+from holmes_ext.runtime.watch import nccl_errors as flight_recorder
 from holmes_ext.runtime.watch.nccl_errors import nccl_failures
 from holmes_ext.words import some_of
 

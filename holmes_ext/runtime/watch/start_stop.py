@@ -19,7 +19,8 @@ from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.optimizer_steps import StepCounter
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import STORE_S, connect
-from holmes_ext.runtime.watch import flight_recorder, nics
+from holmes_ext.runtime.watch import nccl_errors as flight_recorder
+from holmes_ext.runtime.watch import nics
 from holmes_ext.runtime.watch.as_planned import Comparison
 from holmes_ext.runtime.watch.failure import NicWatch
 from holmes_ext.runtime.watch.watchdog import Watchdog

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holmes_ext.runtime.watch import flight_recorder
+from holmes_ext.runtime.watch import nccl_errors as flight_recorder
 
 GROUP = object()  # stands for a process group
 #: Environment in which a dump is the file /dumps/trace_ with the rank appended.
