@@ -20,12 +20,16 @@ from rich.text import Text
 import holmes_ext
 from holmes_ext import __version__, extensions
 from holmes_ext.cli.show.table import Column, Screen
-from holmes_ext.cluster.addresses import captured_addresses, egress_interface, interface_addresses
+from holmes_ext.cluster.addresses import (
+    captured_addresses,
+    egress_interface,
+    interface_addresses,
+    read_limits,
+)
 from holmes_ext.cluster.nccl import nccl_of_node
 from holmes_ext.cluster.node_report import NodeReport, lab_remark, node_identity, node_name, sysfs_root
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
-from holmes_ext.cluster.tcp import read_limits
 from holmes_ext.doctor import frameworks, nccl, variables
 from holmes_ext.doctor.allocation import allocated, check_nodes, for_srun, srun
 from holmes_ext.doctor.command import check_command

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from holmes_ext.cluster.addresses import LONG_S, TcpLimits, shortfalls, sockets
 from holmes_ext.cluster.spec import SiteSpec
-from holmes_ext.cluster.tcp import LONG_S, TcpLimits, shortfalls, sockets
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.units import format_seconds
 

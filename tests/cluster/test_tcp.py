@@ -1,8 +1,8 @@
-"""cluster/tcp.py: what a stream's window carries of a link, and the way out."""
+"""cluster/addresses.py: what a stream's window carries of a link, and the way out."""
 
 import pytest
 
-from holmes_ext.cluster.tcp import WMEM_SHARE, TcpLimits, read_limits, shortfalls, sockets
+from holmes_ext.cluster.addresses import WMEM_SHARE, TcpLimits, read_limits, shortfalls, sockets
 from holmes_ext.cluster.wan import Between, Uplink, Wan
 
 MIB = 1 << 20

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import clusters
 
-from holmes_ext.cluster.tcp import TcpLimits
+from holmes_ext.cluster.addresses import TcpLimits
 from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.doctor.tcp import check_tcp
 

@@ -11,7 +11,7 @@
 Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the
 two ports (IPoIB, RoCE's net device), not that verbs work; ports without an address cannot be tried at all,
 which is said. Where a stream's window carries less than a link between clusters, one line says so
-(cluster/tcp.py). Every wait has an end.
+(cluster/addresses.py). Every wait has an end.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holmes_ext.cluster.addresses import read_limits, shortfalls, sockets
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
-from holmes_ext.cluster.tcp import read_limits, shortfalls, sockets
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options
 from holmes_ext.plan.engine import EngineTraits

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from stores import Client
 
+from holmes_ext.cluster.addresses import TcpLimits
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
-from holmes_ext.cluster.tcp import TcpLimits
 from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.options import Options
