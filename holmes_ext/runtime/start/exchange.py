@@ -34,7 +34,7 @@ from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.neighbours import HEARD_SECONDS, Neighbours, name_of, speaker_hears, told
+from holmes_ext.runtime.start.preflight import HEARD_SECONDS, Neighbours, name_of, speaker_hears, told
 from holmes_ext.runtime.start.store import awaited, gathered, put_in
 from holmes_ext.words import some_of
 

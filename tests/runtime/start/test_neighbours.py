@@ -5,8 +5,8 @@ import uuid
 
 import pytest
 
-from holmes_ext.runtime.start import neighbours
-from holmes_ext.runtime.start.neighbours import Neighbours, name_of, speaker_hears, told
+from holmes_ext.runtime.start import preflight as neighbours
+from holmes_ext.runtime.start.preflight import Neighbours, name_of, speaker_hears, told
 
 
 @pytest.fixture
