@@ -28,9 +28,9 @@ from holmes_ext.patches.megatron.features import GROUPS, LAYERS
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
+from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.groups.grid import check_grid
-from holmes_ext.runtime.refusal import told_once
 from holmes_ext.runtime.session import tell
 
 

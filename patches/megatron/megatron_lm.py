@@ -20,7 +20,7 @@ from holmes_ext.patches.megatron import core as megatron_core
 from holmes_ext.patches.megatron.features import LM, LM_CHECKPOINTS
 from holmes_ext.patches.megatron.reduce import reduction as megatron_reduction
 from holmes_ext.runtime import session
-from holmes_ext.runtime.refusal import told_once
+from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.session import tell
 
 #: Arguments by which a user splits the layers over the pipeline stages.

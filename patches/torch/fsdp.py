@@ -26,7 +26,7 @@ from holmes_ext.patches.torch.features import FSDP
 from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
-from holmes_ext.runtime.refusal import told_once
+from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.session import Session, tell
 from holmes_ext.units import format_bytes
 

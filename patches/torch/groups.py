@@ -30,12 +30,12 @@ from holmes_ext.runtime.backend import (
     options_of,
     traits_of,
 )
+from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.groups.callbacks import forget_before_exit, let_threads_forget
 from holmes_ext.runtime.groups.communicators import with_lazy_init
 from holmes_ext.runtime.groups.transport import as_made, gloo_interface, nccl_options, refuse_forced
 from holmes_ext.runtime.measure.operations import kind_of
-from holmes_ext.runtime.refusal import told_once
 from holmes_ext.runtime.session import GroupRecord, Session, tell
 from holmes_ext.words import some_of, tell_user
 

@@ -27,8 +27,8 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import CHANGED_GROUPS
 from holmes_ext.patches.torch.groups import communicator_name, planned_nccl_options, record_group
 from holmes_ext.runtime.backend import backend_of, group_ranks, options_of, traits_of
+from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.groups.transport import gloo_interface
-from holmes_ext.runtime.refusal import told_once
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.watch import nccl_errors
 

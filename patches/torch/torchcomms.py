@@ -17,7 +17,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import NICS
-from holmes_ext.runtime.refusal import told_once
+from holmes_ext.runtime.deadline import told_once
 
 _ENABLING_VARIABLE = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 

@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.runtime import refusal, session
+from holmes_ext.runtime import deadline as refusal
+from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import sizes_text
-from holmes_ext.runtime.refusal import told_once
+from holmes_ext.runtime.deadline import told_once
 from holmes_ext.runtime.session import tell
 
 if TYPE_CHECKING:
