@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holmes_ext.cluster.gpu import KNOWN
 from holmes_ext.cluster.nic import KINDS
+from holmes_ext.cluster.spec import KNOWN
 from holmes_ext.units import format_seconds
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import clusters
 import pytest
 
-from holmes_ext.cluster.gpu import Accelerator, accelerator_of
-from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.cluster.spec import Accelerator, accelerator_of, parse_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Gpu, Model, on_clusters
 

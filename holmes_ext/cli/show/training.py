@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_ext.cli.show.table import Screen
-from holmes_ext.cluster.gpu import KNOWN, accelerator_of
-from holmes_ext.cluster.spec import SiteSpec
+from holmes_ext.cluster.spec import KNOWN, SiteSpec, accelerator_of
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, meant, parse_flags

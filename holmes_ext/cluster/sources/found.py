@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from holmes_ext.cluster.gpu import KNOWN
 from holmes_ext.cluster.nic import KINDS
+from holmes_ext.cluster.spec import KNOWN
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from packaging.version import Version
 
-from holmes_ext.cluster.gpu import KNOWN
 from holmes_ext.cluster.sources.found import FoundNode, gpu_name, kind_of
 from holmes_ext.cluster.sources.topology import Topology, parse_topology
+from holmes_ext.cluster.spec import KNOWN
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
