@@ -9,8 +9,8 @@ import os
 import sys
 
 import holmes_ext
-from holmes_ext.cluster.measured import MeasuredLink, MeasuredPair, render, store
 from holmes_ext.cluster.spec import load_spec
+from holmes_ext.cluster.wan import MeasuredLink, MeasuredPair, render, store
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process, detect

@@ -37,10 +37,18 @@ from pathlib import Path
 from typing import Annotated
 
 from holmes_ext.checks import InRange, check_fields
-from holmes_ext.cluster.measured import MeasuredLink, MeasuredPair, parse_links, parse_pairs
 from holmes_ext.cluster.nic import KINDS
 from holmes_ext.cluster.sources.hostlist import expand
-from holmes_ext.cluster.wan import Wan, latency_of, notes, parse_wan
+from holmes_ext.cluster.wan import (
+    MeasuredLink,
+    MeasuredPair,
+    Wan,
+    latency_of,
+    notes,
+    parse_links,
+    parse_pairs,
+    parse_wan,
+)
 from holmes_ext.document import Table, digest_of, parse_toml, read_text
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import nearest

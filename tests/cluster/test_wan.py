@@ -2,9 +2,9 @@
 
 import pytest
 
-from holmes_ext.cluster.measured import MeasuredPair, merge
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import parse_spec
+from holmes_ext.cluster.wan import MeasuredPair, merge
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from tests.clusters import TWO, spec, toml

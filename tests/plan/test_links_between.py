@@ -7,9 +7,9 @@ import pytest
 from clusters import spec, toml
 from prices import step_seconds, sums_on_site
 
-from holmes_ext.cluster.measured import MeasuredPair
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
+from holmes_ext.cluster.wan import MeasuredPair
 from holmes_ext.options import Options
 from holmes_ext.patches.deepspeed.features import DEEPSPEED
 from holmes_ext.patches.megatron.features import MEGATRON

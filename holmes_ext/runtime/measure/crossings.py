@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from holmes_ext.cluster.fabric import ETHERNET
-from holmes_ext.cluster.measured import MeasuredPair
 from holmes_ext.cluster.site import Site
+from holmes_ext.cluster.wan import MeasuredPair
 from holmes_ext.runtime.session import Session
 
 PINGS, STREAMS, MOST_NODES = 11, 8, 8

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holmes_ext.cluster.fabric import ETHERNET
-from holmes_ext.cluster.measured import MeasuredLink
+from holmes_ext.cluster.wan import MeasuredLink
 from holmes_ext.plan.cost.links import fit
 from holmes_ext.runtime.session import Session
 

@@ -6,7 +6,7 @@ import threading
 import clusters
 import pytest
 
-from holmes_ext.cluster.measured import MeasuredPair
+from holmes_ext.cluster.wan import MeasuredPair
 from holmes_ext.runtime.measure import crossings
 
 

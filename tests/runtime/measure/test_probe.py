@@ -1,4 +1,4 @@
-"""cluster/measured.py, runtime/measure/probe.py without a network, cli/probe.py's bad ends."""
+"""cluster/wan.py, runtime/measure/probe.py without a network, cli/probe.py's bad ends."""
 
 import os
 import stat
@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.cli.main import main
-from holmes_ext.cluster.measured import MeasuredLink, merge, render, store
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
+from holmes_ext.cluster.wan import MeasuredLink, merge, render, store
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.runtime.measure import probe
