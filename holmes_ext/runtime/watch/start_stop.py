@@ -16,7 +16,7 @@ from holmes_ext import extensions
 from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime import hooks
 from holmes_ext.runtime.measure import clock, telemetry
-from holmes_ext.runtime.measure.optimizer_steps import StepCounter
+from holmes_ext.runtime.measure.clock import StepCounter
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import STORE_S, connect
 from holmes_ext.runtime.watch import nccl_errors as flight_recorder

@@ -7,7 +7,7 @@ optimizer.step().
 
 import pytest
 
-from holmes_ext.runtime.measure.optimizer_steps import StepCounter
+from holmes_ext.runtime.measure.clock import StepCounter
 from holmes_ext.runtime.watch import start_stop
 from holmes_ext.runtime.watch.as_planned import COMPARED_STEP
 
