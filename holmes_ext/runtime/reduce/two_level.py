@@ -36,8 +36,7 @@ import torch.distributed as dist
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import CHUNK_SHARE_BYTES, chunks_of
 from holmes_ext.runtime.compress import Residuals, codec
-from holmes_ext.runtime.reduce.direct import DirectExchange
-from holmes_ext.runtime.reduce.relay import Relay
+from holmes_ext.runtime.reduce.direct import DirectExchange, Relay
 from holmes_ext.runtime.reduce.steps import Steps
 from holmes_ext.units import format_bytes
 

@@ -12,7 +12,7 @@ from ranks import run_ranks, seeded
 from holmes_ext.cluster.wan import Between, Uplink, Wan
 from holmes_ext.plan.across import ways_across
 from holmes_ext.plan.traffic import CrossClusterAlgorithm, neighbours
-from holmes_ext.runtime.reduce.relay import rounds
+from holmes_ext.runtime.reduce.direct import rounds
 from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
 
