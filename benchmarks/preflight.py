@@ -34,7 +34,7 @@ def rank_main(cluster: str, flag: str) -> None:
     """One rank in the lab: start holmes, print seconds of the preflight and of the whole start."""
     from holmes_ext.options import Options
     from holmes_ext.plan import maker
-    from holmes_ext.plan.request import PlanRequest
+    from holmes_ext.plan.maker import PlanRequest
     from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.start import launcher, preflight
     from holmes_ext.runtime.start import rank as start

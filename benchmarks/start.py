@@ -120,8 +120,8 @@ def rank0_main(world: int) -> None:
 
     from holmes_ext.cluster.site import Site
     from holmes_ext.options import Options
+    from holmes_ext.plan.maker import PlanRequest
     from holmes_ext.plan.plan import parse_plan
-    from holmes_ext.plan.request import PlanRequest
     from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.start.exchange import exchange
     from holmes_ext.runtime.start.store import connect

@@ -24,7 +24,7 @@ from holmes_ext.patches.megatron.command_line.describe import (
 from holmes_ext.patches.traits import engine_of
 from holmes_ext.plan import maker
 from holmes_ext.plan.experts import load_order
-from holmes_ext.plan.request import PlanRequest
+from holmes_ext.plan.maker import PlanRequest
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import launcher

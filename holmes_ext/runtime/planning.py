@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class JobRequest(Protocol):
-    """What one rank knows of the job before it has heard of the others: see plan/request.py."""
+    """What one rank knows of the job before it has heard of the others: see plan/maker.py."""
 
     options: Options
     model: Model | None

@@ -10,8 +10,8 @@ from learning_job import LearningJob
 from holmes_ext.adapt import restart
 from holmes_ext.adapt.window import Window
 from holmes_ext.options import options_from
+from holmes_ext.plan.maker import PlanRequest
 from holmes_ext.plan.profile import load_profile
-from holmes_ext.plan.request import PlanRequest
 from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.start.store import left_layers
 

@@ -37,24 +37,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from holmes_ext.cluster.addresses import read_limits, shortfalls, sockets
 from holmes_ext.cluster.fabric import ETHERNET
-from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError, RemoteError
-from holmes_ext.options import Options
-from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.planning import PlanMaker
-from holmes_ext.runtime.sockets import Guest, Listener, listen
-from holmes_ext.runtime.start.launcher import Process
+from holmes_ext.runtime.sockets import Listener, listen
 from holmes_ext.runtime.start.store import awaited, gathered, put_in
 from holmes_ext.words import some_of
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.site import Site
+    from holmes_ext.options import Options
+    from holmes_ext.plan.engine import EngineTraits
+    from holmes_ext.plan.plan import Plan
+    from holmes_ext.runtime.planning import PlanMaker
+    from holmes_ext.runtime.sockets import Guest
+    from holmes_ext.runtime.start.launcher import Process
 
 #: How long a node's ranks wait for each other before those that are there speak, in seconds.
 HEARD_SECONDS = 10.0

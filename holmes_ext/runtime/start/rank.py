@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext import __version__
 from holmes_ext.cluster.nccl import NodeReport, node_identity, node_name, report_node
@@ -18,17 +18,20 @@ from holmes_ext.cluster.resolve import (
     slower_than_declared,
 )
 from holmes_ext.cluster.site import Site
-from holmes_ext.cluster.spec import SiteSpec, short_name
+from holmes_ext.cluster.spec import short_name
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.plan import parse_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.deadline import within
 from holmes_ext.runtime.groups.transport import node_environment
-from holmes_ext.runtime.planning import JobRequest, PlanMaker
 from holmes_ext.runtime.start import launcher, preflight
 from holmes_ext.runtime.start.exchange import exchange
 from holmes_ext.runtime.start.store import left_layers, open_store
 from holmes_ext.words import some_of
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.spec import SiteSpec
+    from holmes_ext.runtime.planning import JobRequest, PlanMaker
 
 #: How long a rank that has only an error to report waits for somebody to report it to, in seconds.
 _ERROR_SECONDS = 30.0

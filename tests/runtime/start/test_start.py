@@ -11,7 +11,7 @@ from holmes_ext.cluster import nccl as report_module
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan import maker
-from holmes_ext.plan.request import PlanRequest
+from holmes_ext.plan.maker import PlanRequest
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start import rank as start
