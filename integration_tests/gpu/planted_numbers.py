@@ -86,6 +86,18 @@ def work_is_not_waited_for(right: bool) -> None:
 
 
 @fault
+def sum_is_copied_too_early(right: bool) -> None:
+    """A tensor is copied while its all-reduce runs. torch skips the copy of a tensor to itself."""
+    made = torch.full((SIZE,), 1.0, device="cuda")
+    copied = made.view(-1) if right else torch.empty(SIZE, device="cuda")
+    torch.cuda.synchronize()
+    work = dist.all_reduce(made, async_op=True)
+    copied.copy_(made)
+    work.wait()
+    check(copied, float(dist.get_world_size()))
+
+
+@fault
 def buffer_is_reused_too_early(right: bool) -> None:
     """A tensor that a side stream reads is freed on the main stream, whose next tensor takes its memory."""
     side = side_stream()

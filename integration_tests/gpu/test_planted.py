@@ -32,6 +32,8 @@ WRONG_NUMBERS = {
     "collective_does_not_wait":
         rf"kernel AllReduce of 16384 Float32 .* (reads|writes) 65536 bytes that kernel aten::\S+ {ON} writes",
     "work_is_not_waited_for": rf"{MADE} AllReduce of 16384 Float32 .* writes",
+    "sum_is_copied_too_early":
+        rf"kernel aten::copy_ {ON} reads 65536 bytes that kernel AllReduce of 16384 Float32 .* writes",
     "buffer_is_reused_too_early":
         rf"kernel aten::fill\S+ {ON} writes 65536 bytes that kernel aten::mul.Tensor {ON} reads",
     "pinned_source_is_changed_too_early":

@@ -22,6 +22,14 @@ from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.watch.failure import describe_failure
 
 
+class AwaitedGradient(NamedTuple):
+    """Gradient in a bucket whose sum over the ranks has not ended."""
+
+    parameter: Any  # its `.grad` is `view` until the sum has ended
+    gradient: Any  # the tensor that was the parameter's `.grad` before; None if there was none
+    view: Any  # the gradient's part of the bucket, in the shape of the parameter
+
+
 class StartedBucket(NamedTuple):
     """Bucket of gradients whose sum over the ranks has started. `BucketReducer.finish` waits for it."""
 
@@ -29,8 +37,7 @@ class StartedBucket(NamedTuple):
     work: Any  # the operation that sums `sent`
     sent: Any  # the tensor that is summed: `flat`, or a copy of it in the wire dtype
     flat: Any  # DDP's tensor with the gradients of the bucket
-    parameters: list[Any]  # those whose gradients are in the bucket
-    gradients: list[Any]  # views of `flat`, one for each of the parameters
+    awaited: list[AwaitedGradient]  # empty with gradient_as_bucket_view=True
 
 
 class BucketReducer:
@@ -99,8 +106,8 @@ class BucketReducer:
             work = self.reduction.all_reduce(sent)
 
         if self.postponed is not None:  # a pipeline's training step: finish() waits for the bucket
-            started = StartedBucket(index, work, sent, flat, bucket.parameters(), bucket.gradients())
-            self.postponed.append(started)
+            awaited = _replace_gradients_by_views(bucket)
+            self.postponed.append(StartedBucket(index, work, sent, flat, awaited))
             future: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
             future.set_result(flat)  # complete at once, so DDP goes on without the average
             return future
@@ -180,22 +187,21 @@ class BucketReducer:
         )
 
     def finish(self) -> None:
-        """Wait until the buckets of a pipeline's training step are averaged, and update the gradients.
+        """Wait until the buckets of a pipeline's training step are averaged, and store the averages.
 
-        DistributedDataParallel (DDP) has not waited: reduce() returned a completed future for each bucket. So
-        DDP may have copied gradients to `.grad` before they were averaged. They are copied once more.
+        The averages are stored in the gradients that reduce() has replaced by views of the buckets. These
+        gradients become the `.grad` of the parameters again.
         """
         for bucket in self.postponed or ():
             with self._errors_naming(bucket.number):
                 bucket.work.wait()
             if bucket.sent is not bucket.flat:  # sent in another dtype
                 bucket.flat.copy_(bucket.sent)
-            for parameter, averaged in zip(bucket.parameters, bucket.gradients):
-                if parameter.grad is None:
-                    continue
-                is_view_of_bucket = parameter.grad.data_ptr() == averaged.data_ptr()
-                if not is_view_of_bucket:
-                    parameter.grad.copy_(averaged)
+            for parameter, gradient, view in bucket.awaited:
+                if gradient is None:  # the parameter had no gradient: a new one
+                    parameter.grad = view.clone()
+                else:
+                    parameter.grad = gradient.copy_(view)
 
     def _divisor(self, ddp: Any) -> int:
         """Return the number by which a sum of gradients is divided: the number of ranks that are averaged.
@@ -224,3 +230,44 @@ class BucketReducer:
             bucket_name = f"DistributedDataParallel's bucket {index}"
             message = describe_failure(bucket_name, ranks, network, str(error))
             raise HolmesError(message) from error
+
+
+def _replace_gradients_by_views(bucket: Any) -> list[AwaitedGradient]:
+    """Let the `.grad` of each parameter be its part of the bucket, until the sum of the bucket has ended.
+
+    DistributedDataParallel (DDP) copies the bucket to every `.grad` as soon as the comm hook's future is
+    complete, which here is before the sum has ended. On a GPU this copy would read memory that the sum
+    writes. torch skips the copy of a tensor to itself.
+
+    Returns:
+        The gradients that were replaced. With gradient_as_bucket_view=True the list is empty, because the
+        gradients always are views of the bucket.
+    """
+    awaited = []
+    for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        view = _in_layout_of(parameter, part)
+        gradient = parameter.grad
+        is_view_already = gradient is not None and gradient.data_ptr() == view.data_ptr()
+        if not is_view_already:
+            parameter.grad = view
+            awaited.append(AwaitedGradient(parameter, gradient, view))
+    return awaited
+
+
+def _in_layout_of(parameter: Any, part: Any) -> Any:
+    """Return a parameter's part of a bucket with the strides that its gradient has in the bucket.
+
+    DistributedDataParallel writes a gradient with the strides of its parameter, e.g. channels_last, unless
+    the parameter has gaps or overlaps in memory. GradBucket.gradients() returns contiguous tensors for all
+    parameters.
+
+    Args:
+        part: The parameter's tensor of GradBucket.gradients().
+    """
+    import torch
+
+    # empty_like() keeps the strides of a tensor, unless the tensor has gaps or overlaps.
+    dense_strides = torch.empty_like(parameter, device="meta").stride()
+    if parameter.stride() == dense_strides:
+        return part.as_strided(parameter.size(), parameter.stride())
+    return part

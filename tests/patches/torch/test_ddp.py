@@ -392,22 +392,32 @@ def test_on_a_gpu_a_side_stream_waits_for_the_sum_and_completes_the_future(monke
 
 
 def test_on_a_gpu_a_pipeline_s_buckets_wait_when_its_schedule_ends(monkeypatch):
-    """If waiting is postponed, the comm hook does not wait; finish() waits, and updates the gradient.
+    """If waiting is postponed, the comm hook does not wait; finish() waits, and stores the average.
 
-    DDP has copied the gradient out of the bucket before it was reduced, so finish() copies it again.
+    DDP copies the bucket to the gradient before finish() waits. Until then the gradient must be a view of
+    the bucket, so that DDP's copy reads nothing that the all-reduce writes.
     """
     # `bucket` stands in for a DDP bucket on a GPU. Its log has tuples (action, stream of the action).
     bucket, reducer, _ddp = recorded_reducer(monkeypatch)
-    # The addresses differ: the parameter's gradient is not a view of the bucket.
-    gradient = SimpleNamespace(data_ptr=lambda: 1, copy_=lambda source: bucket.note("copy"))
-    view_of_bucket = SimpleNamespace(data_ptr=lambda: 2)
-    bucket.parameters = lambda: [SimpleNamespace(grad=gradient)]
-    bucket.gradients = lambda: [view_of_bucket]
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    gradient = parameter.grad = torch.zeros(2, 3)
+    unused = nn.Parameter(torch.zeros(1))  # has no gradient
+    flat = torch.arange(7.0)
+    bucket.parameters = lambda: [parameter, unused]
+    bucket.gradients = lambda: [flat[:6].view(2, 3), flat[6:]]
 
     reducer.postponed = []  # a list, not None: postpones waiting until finish()
     future = ddp_patches.two_level_hook(reducer, bucket)  # the comm hook
     assert future is bucket  # one stand-in for both
     assert bucket.log == [("divide by 4", "backward"), ("launch", "backward"), ("complete", "backward")]
+    assert parameter.grad.data_ptr() == flat.data_ptr()
+    assert unused.grad.data_ptr() == flat[6:].data_ptr()
+    assert gradient.sum() == 0  # not written yet
+
     reducer.finish()
-    assert bucket.log[3:] == [("wait", "backward"), ("copy", "backward")]
+    assert bucket.log[3:] == [("wait", "backward")]
     assert bucket.stream == "backward"  # still the current stream
+    assert parameter.grad is gradient
+    assert gradient.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert unused.grad.tolist() == [6]
+    assert unused.grad.data_ptr() != flat[6:].data_ptr()

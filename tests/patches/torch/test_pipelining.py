@@ -66,9 +66,25 @@ def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
         pipelining._pair_groups.clear()
 
 
-def make(index, stages, mesh, data, options):
+class Convolution(nn.Module):
+    """A convolution from [batch, 48] to the same, whose weights have the strides of channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        convolution = nn.Conv2d(3, 3, kernel_size=3, padding=1)
+        self.convolution = convolution.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        images = x.view(-1, 3, 4, 4)
+        return self.convolution(images).reshape(x.shape)
+
+
+def make(index, stages, mesh, data, options, channels_last=False):
     torch.manual_seed(index)
-    module = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48))
+    if channels_last:
+        module = Convolution()
+    else:
+        module = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48))
     if data == "ddp":
         module = DistributedDataParallel(module, process_group=mesh["dp"].get_group(), **options)
     elif data == "fsdp":
@@ -79,13 +95,15 @@ def make(index, stages, mesh, data, options):
                          message, group=mesh["pp"].get_group())
 
 
-def train(pipeline, schedule, chunks=1, data="ddp", order=("pp", "dp"), options=None, steps=3, hook=None):
+def train(pipeline, schedule, chunks=1, data="ddp", order=("pp", "dp"), options=None, steps=3, hook=None,
+          channels_last=False):
     """Weights after some steps. The group of this rank's pipeline, and those of its data-parallel stages."""
     sizes = {"pp": pipeline, "dp": dist.get_world_size() // pipeline}
     mesh = init_device_mesh("cpu", tuple(sizes[name] for name in order), mesh_dim_names=order)
     place, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     count = pipeline * chunks
-    stages = [make(index, count, mesh, data, options or {}) for index in range(place, count, pipeline)]
+    stages = [make(index, count, mesh, data, options or {}, channels_last)
+              for index in range(place, count, pipeline)]
     if hook:
         for stage in stages:
             stage.submod.register_comm_hook(stage.submod.process_group, hook)
@@ -130,6 +148,9 @@ CASES = {
     "breadth first": ((2, "LoopedBFS", 2), {}),
     "replicas across": ((2, "LoopedBFS", 2), {"order": ("dp", "pp")}),
     "gradients as views": ((2, "LoopedBFS", 2), {"options": {"gradient_as_bucket_view": True}}),
+    "channels last": ((2, "LoopedBFS", 2), {"channels_last": True}),
+    "channels last, gradients as views": (
+        (2, "1F1B"), {"channels_last": True, "options": {"gradient_as_bucket_view": True}}),
     "unused parameters": ((2, "LoopedBFS", 2), {"options": {"find_unused_parameters": True}}),
     "a hook of the program's": ((2, "LoopedBFS", 2), {"hook": default_hooks.fp16_compress_hook}),
     "FSDP": ((2, "LoopedBFS", 2), {"data": "fsdp"}),

@@ -23,14 +23,23 @@ bool within_a_device(const Stack& stack, size_t begin) {
   return within && device && device->is_cuda();
 }
 
+// torch skips the copy of a tensor to itself on every device: no kernel reads or writes it (copy_impl in
+// ATen/native/Copy.cpp).
+bool same_data(const at::Tensor& target, const at::Tensor& source) {
+  return target.is_alias_of(source) && target.storage_offset() == source.storage_offset() &&
+         target.strides() == source.strides() && target.sizes() == source.sizes() &&
+         target.scalar_type() == source.scalar_type() && target.is_conj() == source.is_conj() &&
+         target.is_neg() == source.is_neg();
+}
+
 class Copy : public Operator {
  public:
   using Operator::Operator;
   void call(Stack* stack) override {
     const size_t begin = stack->size() - 3;
-    if (within_a_device(*stack, begin)) return Operator::call(stack);
-    at::Tensor target = (*stack)[begin].toTensor();
-    at::native::copy_(target, (*stack)[begin + 1].toTensor(), (*stack)[begin + 2].toBool());
+    at::Tensor target = (*stack)[begin].toTensor(), source = (*stack)[begin + 1].toTensor();
+    if (within_a_device(*stack, begin) && !same_data(target, source)) return Operator::call(stack);
+    at::native::copy_(target, source, (*stack)[begin + 2].toBool());  // nothing, where the data are the same
     stack->resize(begin);
     stack->emplace_back(std::move(target));
   }
