@@ -30,8 +30,7 @@ from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
-from holmes_ext.patches.megatron.command_line.flags import READ
-from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
+from holmes_ext.patches.megatron.command_line.flags import NOT_READ, READ
 from holmes_ext.patches.megatron.command_line.settings import words
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules

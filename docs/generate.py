@@ -40,7 +40,7 @@ from holmes_ext.options import default_of, flag, help_of, names, variable
 from holmes_ext.options import variables as environment_variables
 from holmes_ext.patches import all_patches
 from holmes_ext.patches.megatron.command_line import flags as megatron_flags
-from holmes_ext.patches.megatron.command_line.not_read import NOT_READ
+from holmes_ext.patches.megatron.command_line.flags import NOT_READ
 from holmes_ext.plan import plan
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.planner.search import search

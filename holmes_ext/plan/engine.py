@@ -1,4 +1,4 @@
-"""What an engine does, as far as a plan needs it, and what a job may do by its engine, options and network API.
+"""What an engine does, as far as a plan needs it, and what a job may do by engine, options and network API.
 
     EngineTraits                         a value that the engine's room in patches/ supplies
     rules_of(engine, options, direct)    ->  Rules: what prices and decisions may count on

@@ -1,4 +1,4 @@
-"""Wrappers: functions of holmes that run instead of a framework's function, and the calls that they intercept.
+"""Wrappers, which run instead of a framework's functions, and the calls that they intercept.
 
 holmes replaces functions of a framework (torch, DeepSpeed, ...) at run time. Terms:
 

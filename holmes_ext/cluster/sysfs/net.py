@@ -10,8 +10,8 @@
 Layout: drivers/net/core/net-sysfs.c of Linux and Documentation/ABI/testing/sysfs-class-net.
 
 A default rule sets a NIC aside (`Nic.skipped`), with its reason in one line; naming the NIC in `include`
-overrules that. What a NIC is cabled to (storage) cannot be known from /sys: `exclude` is for what names do not
-say.
+overrules that. What a NIC is cabled to (storage) cannot be known from /sys: `exclude` is for what names do
+not say.
 """
 
 from __future__ import annotations

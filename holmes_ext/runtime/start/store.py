@@ -7,8 +7,8 @@ The host stays where the launcher put it, whatever ranks the processes get after
 rendezvous finds this same server (torch.distributed.rendezvous._create_c10d_store; patches/torch/groups.py
 sees to the hosting).
 
-torchrun's agents keep the store while they start the job again (--holmes-restart auto). A job leaves in it the
-layers of each stage for its next start.
+torchrun's agents keep the store while they start the job again (--holmes-restart auto). A job leaves in it
+the layers of each stage for its next start.
 """
 
 from __future__ import annotations

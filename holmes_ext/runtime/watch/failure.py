@@ -1,10 +1,10 @@
 """What a failed communication means, and the watch that reports failures of NICs and of NCCL.
 
 The message names the rank, bucket, fabric and lost node, and which NIC is to blame. When a rank dies its
-neighbours in the ring see the connection close; then they end, and theirs see that. Only the first sight is of
-use, so it is left in the job's store, and whoever comes later repeats it. The NIC is found by asking the kernel
-(nics.py): this node's links and error counters, and whether the neighbours still answer. All of it is over in
-seconds, whatever is broken.
+neighbours in the ring see the connection close; then they end, and theirs see that. Only the first sight is
+of use, so it is left in the job's store, and whoever comes later repeats it. The NIC is found by asking the
+kernel (nics.py): this node's links and error counters, and whether the neighbours still answer. All of it is
+over in seconds, whatever is broken.
 
 NicWatch polls this node's NICs and the NCCL communicators of this rank once a second.
 

@@ -1,9 +1,17 @@
-"""What each flag of Megatron-LM and Megatron-DeepSpeed says of a job: one table, flag -> (setting, value).
+"""What Megatron-LM's, Megatron-DeepSpeed's and DeepSpeed's flags say of a job, or why they are not read.
 
-A value is a type (int, float, str: what follows the flag; list: all whole numbers that follow), a dictionary
-that translates what follows, or what the flag alone means. Settings are those of Sizes and Model (plan/), and
-those that describe.py makes them from. Sources: megatron/training/arguments.py and
-megatron/core/transformer/transformer_config.py (Megatron-LM), megatron/arguments.py (Megatron-DeepSpeed)."""
+    READ, DS_CONFIG    flag, or key of ds_config -> (setting, value)
+    NOT_READ           those that change what a step takes or holds and that the model does not know, with why
+    NO_BEARING         beginnings of those that change neither sizes, memory nor traffic (or under 0.1 %: a
+                       norm's bias)
+
+Whatever is in none of them is named to the user as unknown. A value is a type (int, float, str: what follows
+the flag; list: all whole numbers that follow), a dictionary that translates what follows, or what the flag
+alone means. Settings are those of Sizes and Model (plan/), and those that describe.py makes them from.
+
+Sources: megatron/training/arguments.py and megatron/core/transformer/transformer_config.py (Megatron-LM),
+megatron/arguments.py (Megatron-DeepSpeed).
+"""
 
 from __future__ import annotations
 
@@ -125,3 +133,180 @@ DS_CONFIG = _table(
     ("tensor", int, "tensor_parallel.autotp_size"),
     ("context", int, "sequence_parallel_size"),
 )
+
+
+#: name -> why; written by reason: names of flags, and of ds_config's keys.
+NOT_READ: dict[str, str] = {name: why for why, names in {
+    "the file is not read; give the model with --model FILE": """
+        --yaml-cfg --heterogeneous-layers-config-path""",
+    "the checkpoint's arguments are not read; give the flags themselves": "--use-checkpoint-args",
+    "every layer is counted as the transformer block that the other flags describe": """
+        --heterogeneous-layers-config-encoded-json --is-hybrid-model --hybrid-layer-pattern
+        --hybrid-override-pattern --spec --enable-mhc-connections --encoder-num-layers
+        --decoder-num-layers --retro-add-retriever --vision-pretraining --enable-gpt-oss
+        compression_training""",
+    "computing and activations are counted as in 16 bits; gpu_flops of cluster.toml can say what is "
+    "reached": """
+        --te-precision-config-file --fp8-format --fp8-hybrid --fp8-e4m3 --fp4-format --fp8-param-gather
+        --fp4-param-gather --reuse-grad-buf-for-mxfp8-param-ag torch_autocast""",
+    "holmes chooses each group's network": "--nccl-communicator-config-path",
+    "DeepSpeed's old name for --deepspeed_config is not read": "--deepscale_config",
+    "attention is counted as plain multi-head (or grouped) attention": """
+        --multi-latent-attention --q-lora-rank --kv-lora-rank --experimental-attention-variant
+        --linear-attention-freq --window-size --attention-output-gate --export-force-local-attention
+        sparse_attention""",
+    "layers that predict further tokens are not counted": "--mtp-num-layers",
+    "frozen layers are counted as trained": "--freeze-all-layers",
+    "experts are counted as evenly used, their traffic as all-to-alls in 16 bits": """
+        --moe-latent-size --moe-expert-capacity-factor --moe-train-capacity-factor
+        --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type --moe-enable-deepep
+        --moe-flex-dispatcher-backend --disable-moe-token-dropping --moe-dispatch-fwd-dtype
+        --moe-combine-bwd-dtype --moe-extended-tp --use-tutel""",
+    "the stages' layers are counted as even": """
+        --mtp-standalone --pipeline-model-parallel-split-rank --standalone-embedding-stage
+        pipeline.partition""",
+    "the teacher's forward pass is not counted": """
+        --kd --mos --load-teacher --num-layers-teacher --export-kd-teacher-load""",
+    "every step is counted with the full batch and sequence": """
+        --rampup-batch-size --step-batch-size-schedule --random-ltd --data-efficiency-curriculum-learning
+        --curriculum-learning --decrease-batch-size-if-needed --max-seqlen-per-dp-cp-rank
+        curriculum_learning data_efficiency progressive_layer_drop""",
+    "weights are counted as split by the tensor size": """
+        --expert-tensor-parallel-size --enable-expert-tensor-parallelism
+        --tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards""",
+    "every layer is counted as recomputed by itself": """
+        --moe-layer-recompute --recompute-num-layers --checkpoint-num-layers --mhc-recompute-layer-num
+        activation_checkpointing.number_checkpoints""",
+    "what it moves to the host is counted as staying on the GPU": """
+        --moe-paged-stash --distribute-saved-activations --distribute-checkpointed-activations
+        --partition-activations --checkpoint-in-cpu --cpu-offloading-num-layers
+        --fine-grained-activation-offloading --remote-device --memory-centric-tiled-linear
+        zero_optimization.offload_param zero_optimization.cpu_offload_params
+        activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing""",
+    "what it hides is counted in full: the step may take less": """
+        --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
+        --overlap-dispatch-backward-with-experts-wgrad --tp-comm-overlap --delay-wgrad-compute
+        --defer-embedding-wgrad-compute --overlap-p2p-communication-warmup-flush
+        --overlap-param-gather-with-optimizer-step""",
+    "the context group is counted as a ring": """
+        --cp-comm-type --force-ds-sequence-parallel --hierarchical-context-parallel-sizes
+        --hybrid-context-parallel""",
+    "its chunks, and what it moves to the host, are not counted": "--ds-sequence-parallel-fpdt",
+    "an old name of --tensor-model-parallel-size": "--model-parallel-size",
+    "chunks are counted in groups of the pipeline size": """
+        --microbatch-group-size-per-virtual-pipeline-stage""",
+    "the schedule is counted as 1F1B": "--enable-zbh1-pipeline --enable-zbh1-exact-semantics",
+    "only attention is counted as recomputed": "--recompute-modules",
+    "its transfers to the host are not counted": """
+        --optimizer-cpu-offload --cpu-optimizer zero_optimization.offload_optimizer.device
+        zero_optimization.cpu_offload""",
+    "activations are counted in 16 bits": "--fp32-residual-connection",
+    "weights are counted in 16 bits": "--embedding-weights-in-fp32",
+    "buckets are counted as holmes cuts them": """
+        --ddp-bucket-size --ddp-num-buckets --zero-reduce-bucket-size --zero-allgather-bucket-size
+        zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size""",
+    "counted as sharded over all data-parallel ranks, in full width": """
+        --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --megatron-fsdp-main-params-dtype
+        --megatron-fsdp-main-grads-dtype --megatron-fsdp-grad-comm-dtype
+        --torch-fsdp2-no-reshard-after-forward --ddp-reduce-scatter-with-fp32-accumulation
+        zero_optimization.zero_hpz_partition_size zero_optimization.mics_shard_size
+        zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
+        sparse_gradients communication_data_type_seq_parallel""",
+    "SHARP's sums in the switch are not counted": "--use-sharp",
+    "only the training step is counted, not what generates its samples": "--perform-rl-step",
+    "computing is counted as the other settings say": "amp",
+}.items() for name in names.split()}
+
+#: Values with which a flag or key of NOT_READ changes nothing; "tensor": the same number as this setting.
+UNLESS: dict[str, tuple[str, ...]] = {name: values for values, names in {
+    ("tensor",): "--expert-tensor-parallel-size",
+    ("",): "--window-size",
+    ("0",): "--mtp-num-layers --linear-attention-freq",
+    ("0.0",): "--zero-reduce-bucket-size --zero-allgather-bucket-size",
+    ("1",): """
+        --recompute-num-layers --checkpoint-num-layers --tensor-parallel-num-weight-shards
+        --expert-tensor-parallel-num-weight-shards zero_optimization.zero_hpz_partition_size""",
+    ("1", "1.0"): "--moe-train-capacity-factor",
+    ("-1",): "zero_optimization.mics_shard_size",
+    ("p2p",): "--cp-comm-type",
+    ("core_attn",): "--recompute-modules",
+    ("alltoall", "alltoall_seq"): "--moe-token-dispatcher-type",
+    ("local",): "--spec",
+    ("bf16",): "--moe-dispatch-fwd-dtype --moe-combine-bwd-dtype",
+    ("uniform", "best"): "pipeline.partition",
+    ("none",): """
+        --remote-device zero_optimization.offload_optimizer.device zero_optimization.offload_param""",
+    ("False",): """
+        zero_optimization.cpu_offload zero_optimization.zero_quantized_weights sparse_gradients amp
+        zero_optimization.zero_quantized_gradients curriculum_learning
+        activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing""",
+}.items() for name in names.split()}
+
+#: Beginnings of flags.
+NO_BEARING = tuple(f"--{name}" for name in """
+    data-path data-cache data-args data-impl data-per-class data-parallel-random split train- valid- test-
+    full-validation multiple-validation validation-set per-split per-dataset mock-data vocab-file vocab-extra
+    merge-file tokenizer- no-tokenizer tiktoken- null-tokenizer use-gigatoken chat-template trust-remote
+    num-workers dataloader- no-create-attention-mask no-mmap-bin mmap-warmup num-dataset-builder
+    object-storage mid-level-dataset allow-ambiguous reset- eod-mask-loss mask-prob mask-type mask-factor
+    short-seq-prob sample-rate fim- sft phase-transition repeated-dataloader return-data-index aml-data
+    use-dataset-only encoder-seq-length decoder-seq-length dataset- finetune hf- retro- eval skip-train
+    start-eval prompt- key- task pretrained-checkpoint enable-msc disable-msc conversation apply- img-
+    patch-dim num-channels num-classes classes-fraction iterations-to-skip
+    lr min-lr decoupled- warmup override-opt use-checkpoint-opt start-weight-decay end-weight-decay
+    weight-decay no-weight-decay clip-grad adam- sgd- muon- lion- use-mup mup- loss-scale initial-loss-scale
+    min-loss-scale hysteresis init-method embedding-init init-model hidden-dropout attention-dropout seed
+    head-lr-mult dump-param calculate-per-token check-for no-check-for optimizer-cuda-graph
+    use-precision-aware universal-checkpoint use-torch-optimizer overlap-cpu-optimizer no-pin-
+    use-layer-wise no-use-layer-wise ds_fused_adam cpu_torch_adam moe-aux moe-loss moe-z-loss
+    moe-input-jitter create-moe-param mtp-loss mtp-hybrid use-pin-memory kd-alpha kd-beta kd-temp grpo- rl-
+    langrl- refit- mtp-detach mtp-hsm mtp-use-repeated num-experts-teacher hidden-size-teacher
+    num-attention-heads-teacher num-experts-switch
+    save load no-save no-load ckpt no-ckpt dist-ckpt use-dist-ckpt async- use-persistent-ckpt auto-detect-ckpt
+    non-persistent exit- replication verify-integrity override-ckpt distrib-optim no-strict-fsdp kill-switch
+    use-mp-args no-use-tokenizer log- no-log logging-level timing- no-barrier tensorboard- wandb- profile
+    use-pytorch-profiler pytorch-profiler record- memory-snapshot nvtx config-logger one-logger
+    no-one-logger otel- app-tag straggler disable-straggler run-workload result-rejected rerun-
+    error-injection fault- inprocess- enable-ft calc-ft ft- flight-recorder no-flight gpu-sniff
+    check-weight-hash adlr- moe-routing-trace moe-per-layer-logging logits- manual-gc no-manual-gc
+    empty-unused-memory deterministic iter-per-epoch no-initialization use-cpu-initialization
+    lazy-mpu local-rank local_rank fake-process-group use-mcore use-legacy no-masked-softmax no-bias-
+    no-rope no-persist no-gradient- no-query-key rotary- rope- use-rope yarn- no-yarn mscale norm qk-
+    layernorm- add-qkv openai-gelu squared-relu onnx attention-softmax softmax-type fp16-lm-cross
+    cross-entropy activation-func glu- use-fused fused- use-te use-transformer-engine te-rng disable-jit
+    disable-mem-efficient disable-bf16-reduced enable-cuda-graph cuda-graph external-cuda no-fp8-wgrad
+    fp8-margin fp8-interval fp8-amax fp8-recipe fp8-quant fp8-output fp4-recipe fp4-quant first-last-layers
+    num-layers-at use-kitchen kitchen- enable-experimental flash-attention-version flash-decode
+    batch-invariant output-logit no-tp-comm tp-comm-overlap- tp-comm-bootstrap recompute-method
+    delay-offload delta-offload activation-offload offload-modules min-offloaded fine-grained-offloading
+    cpu-offloading-retain wgrad-deferral ep-overlap window-attn relative- mrope scattered
+    tile- contigious- synchronize-each zero-contig zero-reduce-scatter deepspeed-activation no-async-tensor
+    no-clone-scatter v-head-dim cache-mla mla-down dsa- no-dsa linear- mamba- disable-mamba gdp- mhc-
+    ds-sequence-parallel-fpdt- moe-grouped moe-permute moe-router- moe-use- moe-single moe-upcycling
+    moe-min-capacity moe-eval-cap moe-token-drop moe-apply moe-mlp-glu moe-deepep moe-hybridep
+    moe-flex-dispatcher-num moe-ncclep moe-pad-experts-for moe-enable-routing moe-shared-expert-g
+    moe-expert-rank moe-paged-stash- use-grouped disable-moe-top2
+    inference ds-inference nccl-all-reduce-for symmetric-ar decode-only enable-chunked num-speculative
+    use-same-sampling mlp-chunks swin- vision- dino- ict- biencoder bert- titles- query-in-block use-one-sent
+    evidence- retriever- block-data embedding-path indexer- no-data-sharding output-bert max-tokens-to-oom
+    distributed- pipeline-model-parallel-comm-backend use-ring-exchange no-overlap-p2p
+    overlap-p2p-communication no-scatter-gather no-align align- ddp-pad ddp-average ddp-param DDP-impl
+    no-contiguous disable-gloo sharp- high-priority create-all-gather use-nccl-ub disable-symmetric fsdp-
+    suggested-comm keep-fp8 megatron-fsdp-version megatron-fsdp-enable megatron-fsdp-max gtp- deepscale
+""".split())
+#: The same of ds_config's keys, by table.
+NO_BEARING_KEYS = tuple(table + key for table, keys in {
+    "": """
+        steps_per_print wall_clock_breakdown dump_state optimizer.params scheduler fp16. bf16. bfloat16.
+        gradient_clipping prescale_gradients gradient_predivide zero_allow_untested tensorboard wandb
+        csv_monitor comet monitor flops_profiler comms_logger communication_options aio elasticity
+        autotuning checkpoint data_types. zero_force_ds_cpu memory_breakdown disable_allgather eigenvalue
+        nebula timers seq_parallel_communication use_data_before graph_harvesting compile
+        weight_quantization hybrid_engine tensor_parallel dataloader_drop_last""",
+    "zero_optimization.": """
+        contiguous reduce_scatter allgather_partitions round_robin sub_group stage3_ elastic load_from
+        ignore_unused offload_optimizer. gather_16bit param_persistence prefetch max_ use_
+        memory_efficient cpu_offload_use legacy override pipeline_loading log_trace""",
+    "activation_checkpointing.": "contiguous synchronize profile cpu_checkpointing_",
+    "pipeline.": "seed activation pipe_partitioned grad_partitioned use_reentrant",
+}.items() for key in keys.split())

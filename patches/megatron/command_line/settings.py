@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.patches.deepspeed import ds_config
-from holmes_ext.patches.megatron.command_line.flags import DS_CONFIG, READ
-from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEARING_KEYS, NOT_READ, UNLESS
+from holmes_ext.patches.megatron.command_line.flags import (
+    DS_CONFIG,
+    NO_BEARING,
+    NO_BEARING_KEYS,
+    NOT_READ,
+    READ,
+    UNLESS,
+)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,14 @@ import clusters
 import pytest
 
 from holmes_ext.patches.megatron.command_line.describe import describe
-from holmes_ext.patches.megatron.command_line.flags import DS_CONFIG, READ
-from holmes_ext.patches.megatron.command_line.not_read import NO_BEARING, NO_BEARING_KEYS, NOT_READ, UNLESS
+from holmes_ext.patches.megatron.command_line.flags import (
+    DS_CONFIG,
+    NO_BEARING,
+    NO_BEARING_KEYS,
+    NOT_READ,
+    READ,
+    UNLESS,
+)
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
