@@ -36,8 +36,8 @@ PER_NODE, CLIENTS, TIMEOUT_S = 8, 64, 300.0
 
 def report(rank: int, world: int) -> dict:
     """What a rank with its node's NICs says (runtime/start/rank.py)."""
-    from holmes_ext.cluster.nccl import NodeReport
     from holmes_ext.cluster.nic import Nic
+    from holmes_ext.cluster.node_report import NodeReport
 
     node, local = divmod(rank, PER_NODE)
     high, low = divmod(node, 256)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -263,7 +264,9 @@ def patch_modules(options: Options | None = None) -> list[str]:
 
 
 def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
-    """Import the hooks and reductions of the extensions that have something to do in a job.
+    """Return the hooks and reductions of the extensions that have something to do in a job.
+
+    The module of a hook is imported when the hook is called for the first time; on_stop is not called before.
 
     Returns:
         Name of a hook, or "reductions" -> functions.
@@ -273,10 +276,26 @@ def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
         if not (extension.is_active(current.options) and extension.applies_to(current)):
             continue
         for name, reference in extension.hooks.items():
-            functions.setdefault(name, []).append(load(reference))
+            functions.setdefault(name, []).append(_on_call(reference, loads=name != "on_stop"))
         for reference in extension.contributions.get("reductions", {}).values():
             functions.setdefault("reductions", []).append(load(reference))
     return functions
+
+
+def _on_call(reference: str, loads: bool) -> Callable[..., Any]:
+    """Return a function that calls what `reference` names.
+
+    Args:
+        reference: "module:function".
+        loads: Whether the call imports the module. Otherwise nothing is called while it is not imported.
+    """
+
+    def call(*arguments: Any) -> Any:
+        if loads or reference.partition(":")[0] in sys.modules:
+            return load(reference)(*arguments)
+        return None
+
+    return call
 
 
 def on_options(options: Options) -> list[str]:

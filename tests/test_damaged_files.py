@@ -14,7 +14,7 @@ import pytest
 from damage import damaged, fuzz
 from nics import ETHERNET, IB, ROCE
 
-from holmes_ext.cluster.nccl import NodeReport
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.doctor.side_by_side import NodeCheck, load_check

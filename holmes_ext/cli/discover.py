@@ -13,8 +13,8 @@ from typing import Any
 from holmes_ext.cli.show import sources
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cluster.addresses import captured_addresses
-from holmes_ext.cluster.nccl import lab_remark, sysfs_root
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
+from holmes_ext.cluster.node_report import lab_remark, sysfs_root
 from holmes_ext.cluster.sysfs.node import read_nics, select
 from holmes_ext.doctor.finding import Finding
 from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_nics

@@ -26,7 +26,8 @@ from holmes_ext.cluster.addresses import (
     interface_addresses,
     read_limits,
 )
-from holmes_ext.cluster.nccl import NodeReport, lab_remark, nccl_of_node, node_identity, node_name, sysfs_root
+from holmes_ext.cluster.nccl import nccl_of_node
+from holmes_ext.cluster.node_report import NodeReport, lab_remark, node_identity, node_name, sysfs_root
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.doctor import frameworks, nccl, variables

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
-from holmes_ext.cluster.nccl import NodeReport
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.site import REPORTS, Node, Port, Site, fabrics_of_spec
 from holmes_ext.cluster.spec import ClusterSpec, NodeOverride, SiteSpec
 from holmes_ext.cluster.sysfs.node import select

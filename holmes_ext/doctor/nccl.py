@@ -10,7 +10,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from holmes_ext.cluster.fabric import ETHERNET
-from holmes_ext.cluster.nccl import SHARED, NcclOfNode, NodeReport, file_settings, network_name, variables_of
+from holmes_ext.cluster.nccl import SHARED, NcclOfNode, file_settings, network_name, variables_of
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.resolve import nccl_remarks, resolve_site
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec

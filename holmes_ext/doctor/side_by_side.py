@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.cluster.nccl import NodeReport
 from holmes_ext.cluster.nic import KINDS, Nic
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.resolve import rate_of_one_nic, resolve_site, slower_than_declared
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.cluster.nccl import NodeReport
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.resolve import part_of, resolve_site
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec, load_spec

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from holmes_ext.cluster.nccl import NodeReport
+    from holmes_ext.cluster.node_report import NodeReport
     from holmes_ext.cluster.site import Site
     from holmes_ext.cluster.spec import SiteSpec
     from holmes_ext.options import Options

@@ -3,8 +3,9 @@ from dataclasses import replace
 import clusters
 import pytest
 
-from holmes_ext.cluster.nccl import NcclOfNode, NodeReport
+from holmes_ext.cluster.nccl import NcclOfNode
 from holmes_ext.cluster.nic import Gid, Nic
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.resolve import (
     apart_by_subnet,
     nccl_remarks,

@@ -6,8 +6,9 @@ import clusters
 import pytest
 from packaging.version import Version
 
-from holmes_ext.cluster.nccl import NcclOfNode, NodeReport, file_settings
+from holmes_ext.cluster.nccl import NcclOfNode, file_settings
 from holmes_ext.cluster.nic import Gid, Nic
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.doctor import nccl
 

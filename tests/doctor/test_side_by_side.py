@@ -7,7 +7,7 @@ import clusters
 import pytest
 from nics import ETHERNET, IB, ROCE
 
-from holmes_ext.cluster.nccl import NodeReport
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.doctor.finding import note
 from holmes_ext.doctor.side_by_side import NodeCheck, compare, load_check
 from holmes_ext.errors import HolmesError

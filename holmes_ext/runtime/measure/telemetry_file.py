@@ -33,7 +33,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from holmes_ext.cluster.nccl import lab_scale
+from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.runtime.session import Session
 from holmes_ext.units import union_s

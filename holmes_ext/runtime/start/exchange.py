@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holmes_ext.cluster.nccl import NodeReport
+from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holmes_ext import __version__
-from holmes_ext.cluster.nccl import lab_scale
+from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.runtime import session

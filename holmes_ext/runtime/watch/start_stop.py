@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holmes_ext import extensions
-from holmes_ext.cluster.nccl import lab_scale
+from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime import hooks
 from holmes_ext.runtime.measure import clock, telemetry
 from holmes_ext.runtime.measure.clock import StepCounter
