@@ -268,6 +268,14 @@ def default_of(name: str) -> str:
 
 
 def _by_flag() -> dict[str, str]:
+    """Return the names of all options by their flags.
+
+    Raises:
+        HolmesError: an extension has a flag of holmes itself.
+    """
+    for name in extensions.options():
+        if name in NAMES:
+            raise HolmesError(f"an extension has the flag {flag(name)} of holmes itself; uninstall it")
     return {flag(name): name for name in names()}
 
 

@@ -51,7 +51,7 @@ assert all(seconds > LAUNCH_S for seconds in costs.forward_s[0])
 """
 REDUCTION = f"""
 import sys
-sys.path.insert(0, {str(ROOT / "tests" / "runtime" / "reduce")!r})
+sys.path.insert(0, {str(ROOT / "tests" / "runtime")!r})
 from ranks import run_ranks
 from test_compress import TwoLevelAllReduce, site, sums, sums_on_site
 from holmes_ext.options import Options

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,7 +134,7 @@ def test_everything_that_is_declared_exists():
 def test_without_the_lab_its_commands_say_what_to_install(installed, capsys):
     installed()
     assert main(["demo"]) == 2
-    assert "holmes demo needs the package holmes_lab: pip install ./lab" in capsys.readouterr().err
+    assert "demo needs the package holmes_lab: pip install ./lab" in capsys.readouterr().err
     assert set(own_commands) | {"join"} == set(commands())
 
 
@@ -152,7 +153,7 @@ def example(tmp_path):
     target = tmp_path / "packages"
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
-         "--target", target, venvs.copy_of(EXAMPLE, tmp_path / "source")], check=True)
+         "--target", target, shutil.copytree(EXAMPLE, tmp_path / "source")], check=True)
     return {**os.environ, "PYTHONPATH": str(target)}
 
 

@@ -4,7 +4,7 @@ Features are all or nothing, but the modules they patch are imported one by one,
 would change the program. So a feature is judged three times, each time as far as can be known:
 
     enable()                        the installed distribution's version
-    its first module is imported    every patch: version, target, parameters; of other modules by source.py
+    its first module is imported    every patch: version, target, parameters; of other modules by location.py
     each further module             the same once more, now on what was really imported
 
 A misfit switches the whole feature off: what it had applied is undone, the reason is kept for statuses(), and

@@ -15,8 +15,8 @@ from holmes_ext.job import asked_for
 from holmes_ext.options import parse_flags
 from holmes_ext.patches import features
 from holmes_ext.patches.engine.registry import disabled_features
+from holmes_ext.plan import maker
 from holmes_ext.plan.plan import parse_plan
-from holmes_ext.runtime.start import rank
 
 SITES = {
     "two clusters": ("a ib 100Gb/s a[0-1]", "b roce 50Gb/s b[0-1]"),
@@ -57,7 +57,7 @@ def of_the_job(words, off):
     options = replace(options, off=disabled_features({"HOLMES_DISABLE": off}, features()))
     request = asked_for(options, argv)
     request.read_files()
-    return request.planned([SimpleNamespace(nccl=None)])[1]
+    return request.make_plan([SimpleNamespace(nccl=None)])[1]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -71,8 +71,8 @@ def test_they_decide_the_same(name, options, tmp_path, monkeypatch, capsys):
     words = [*JOBS[name].split(), *flags.split(), "--holmes-cluster", "c.toml"]
     for site, lines in SITES.items():
         (tmp_path / "c.toml").write_text(clusters.toml(*lines, ethernet="1Gb/s", processes=2))
-        monkeypatch.setattr(rank, "part_of", lambda spec, nodes: spec)
-        monkeypatch.setattr(rank, "resolve_site", lambda nodes, spec, *_: site_from_spec(spec))
+        monkeypatch.setattr(maker, "part_of", lambda spec, nodes: spec)
+        monkeypatch.setattr(maker, "resolve_site", lambda nodes, spec, *_: site_from_spec(spec))
         job = of_the_job(words[1:], off)
         sizes = job.sizes
         assert sizes is not None and site_from_spec(load_spec("c.toml")).world_size == job.world_size == 8

@@ -109,4 +109,4 @@ def test_own_settings_may_differ():
 
 def test_settings_of_joined_jobs_need_a_job_that_joins():
     with pytest.raises(HolmesError, match="give --holmes-join NAME@HOST:PORT too"):
-        training.request(Options(outer="every=8"))
+        training.request(options_from(outer="every=8"))

@@ -17,7 +17,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import groups
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups import mailbox
-from holmes_ext.runtime.groups import members as member_groups
+from holmes_ext.runtime.groups import pairs as pairs_of_stages
 from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.launcher import Process
 
@@ -43,7 +43,7 @@ def used(monkeypatch):
                         lambda members, purpose, pipeline: Group(members, now.rank, purpose))
     monkeypatch.setattr("torch.distributed.get_rank", lambda: now.rank)
     monkeypatch.setattr(session, "_active", None)
-    for module in (p2p, member_groups):
+    for module in (p2p, pairs_of_stages):
         monkeypatch.setattr(module, "pair_group",
                             lambda members, purpose, pipeline: Group(members, now.rank))
         monkeypatch.setattr(module, "backend_of", lambda group: "nccl")

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from sysfs_builder import SCENES
 
-from holmes_ext.cluster import nccl as report_module
+from holmes_ext.cluster import node_report as report_module
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.plan import maker
