@@ -89,7 +89,9 @@ def flags() -> str:
 
 def variables() -> str:
     """Variables that are no twins of flags."""
-    return table(("variable", "what it does"), ((f"`{name}`", text) for name, text in environment_variables().items()))
+    return table(
+        ("variable", "what it does"), ((f"`{name}`", text) for name, text in environment_variables().items())
+    )
 
 
 def features() -> str:
@@ -218,9 +220,12 @@ def public() -> str:
             lines.append(f"- `{name}`" + (f": `{', '.join(sorted(own))}`" if own else ""))
         else:
             lines.append(f"- `{_signature(name, value)}`")
-    lines += ["\n## Flags and variables\n", f"`--holmes`, {', '.join(f'`{flag(name)}`' for name in names())};",
-              f"{', '.join(f'`{variable(name)}`' for name in names())}, "
-              f"{', '.join(f'`{name}`' for name in environment_variables())}"]
+    lines += [
+        "\n## Flags and variables\n",
+        f"`--holmes`, {', '.join(f'`{flag(name)}`' for name in names())};",
+        f"{', '.join(f'`{variable(name)}`' for name in names())}, "
+        f"{', '.join(f'`{name}`' for name in environment_variables())}",
+    ]
     lines += ["\n## Commands and their options\n"]
     for name in all_commands():
         for parser in _parsers(parser_of(name)):

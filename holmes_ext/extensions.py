@@ -52,11 +52,11 @@ POINTS = {
 }
 #: Hook -> when its function is called, and how.
 HOOKS = {
-    "on_options": "the flags were read, and the ranks have not met yet: on_options(options) -> lines for the user",
+    "on_options": "the flags were read, before the ranks meet: on_options(options) -> lines for the user",
     "on_start": "the ranks have agreed on a plan: on_start(session) -> lines for the user",
     "on_step": "a training step of a pipeline begins: see holmes_ext.runtime.hooks.on_step",
     "on_reduction": "gradients are about to be reduced: see holmes_ext.runtime.hooks.on_reduction",
-    "on_checkpoint": "this rank's part of a checkpoint is written, and the checkpoint is complete: on_checkpoint()",
+    "on_checkpoint": "a checkpoint is complete, and this rank has written its part: on_checkpoint()",
     "on_stop": "holmes is switched off, or the program ends: on_stop(reason)",
 }
 
@@ -86,8 +86,12 @@ class Extension:
 
     name: str
     options: tuple[Option, ...] = ()
-    commands: Mapping[str, str] = field(default_factory=dict)  # `holmes NAME` -> module with add_parser() and run()
-    variables: Mapping[str, str] = field(default_factory=dict)  # environment variable for users -> what it does
+    commands: Mapping[str, str] = field(
+        default_factory=dict
+    )  # `holmes NAME` -> module with add_parser() and run()
+    variables: Mapping[str, str] = field(
+        default_factory=dict
+    )  # environment variable for users -> what it does
     #: Module with PATCHES -> the names of their features, as HOLMES_DISABLE takes them.
     patches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: Contribution point (POINTS) -> name -> the object that is contributed.
@@ -254,7 +258,7 @@ def features() -> tuple[str, ...]:
 
 
 def patch_modules(options: Options | None = None) -> list[str]:
-    """Return the modules with patches of the extensions that are active; of all extensions without options."""
+    """Return the modules with patches of the active extensions; without options, of all extensions."""
     return [
         module
         for extension in found().extensions

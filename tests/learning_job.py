@@ -46,7 +46,9 @@ class SimulatedJob:
         plan, world = build_plan(where, sizes, options=options_with(**options)), where.world_size
         for rank in range(world):
             process = Process(rank, world, 0, 1, "host", 1, "test")
-            current = Session(options_with(**options), process, where, plan, rank, store=Client(store), maker=maker)
+            current = Session(
+                options_with(**options), process, where, plan, rank, store=Client(store), maker=maker
+            )
             recorder = SimpleNamespace(rank=rank, kind=lambda op: "pipeline", step=0, spans_on_device=False)
             self.ranks.append(Learning(
                 current, plan.sizes, "sockets", stage_of(rank), recorder, lambda store=store: Client(store),

@@ -5,8 +5,8 @@ Packages of the core may import those to their left:
 
     ground -> cluster -> plan -> runtime -> patches -> job -> entry
 
-The packages doctor, report and cli stand beside this chain and after it. Extensions (planner, adapt, join, and the lab,
-which is a distribution of its own) import the core, and the core imports none of them.
+The packages doctor, report and cli stand beside this chain and after it. Extensions (planner, adapt, join,
+and the lab, which is a distribution of its own) import the core, and the core imports none of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Top-level modules of holmes_ext that are no room of their own.
 TOP = {
-    **dict.fromkeys(("errors", "words", "units", "checks", "document", "options", "extensions", "samples"), "ground"),
+    **dict.fromkeys(
+        ("errors", "words", "units", "checks", "document", "options", "extensions", "samples"), "ground"
+    ),
     **dict.fromkeys(("job", "banner"), "job"),
     **dict.fromkeys(("__init__", "__main__", "_pth"), "entry"),
 }
@@ -49,8 +51,12 @@ EXTENSIONS = {"planner": (), "adapt": (), "join": ("planner",), "lab": ("planner
 #: What other extensions may import of an extension.
 PUBLIC = {
     "planner": {
-        "holmes_ext.planner.html.page", "holmes_ext.planner.html.pictures", "holmes_ext.planner.search.changed",
-        "holmes_ext.planner.search.result", "holmes_ext.planner.search.search", "holmes_ext.planner.simulate.events",
+        "holmes_ext.planner.html.page",
+        "holmes_ext.planner.html.pictures",
+        "holmes_ext.planner.search.changed",
+        "holmes_ext.planner.search.result",
+        "holmes_ext.planner.search.search",
+        "holmes_ext.planner.simulate.events",
     },
     "join": {"holmes_ext.join.pictures"},  # of a joined run, for `holmes demo --joined`
 }
@@ -61,7 +67,10 @@ VALUES = {
 }
 #: The runtime's imports of plan/ that are not values: file -> (module, why).
 NOT_VALUES = {
-    "holmes_ext/runtime/measure/probe.py": ("holmes_ext.plan.cost.links", "`holmes probe` fits curves; no job"),
+    "holmes_ext/runtime/measure/probe.py": (
+        "holmes_ext.plan.cost.links",
+        "`holmes probe` fits curves; no job",
+    ),
     "holmes_ext/runtime/session.py": ("holmes_ext.plan.cost.model", "the type of a field"),
     "holmes_ext/runtime/planning.py": ("holmes_ext.plan.cost.model", "the same"),
 }
@@ -94,9 +103,20 @@ DYNAMIC = {
 }
 #: What works where torch is not installed, with all that it imports at its top.
 WITHOUT_TORCH = (
-    "holmes_ext.cluster", "holmes_ext.plan", "holmes_ext.doctor", "holmes_ext.report", "holmes_ext.patches",
-    "holmes_ext.cli.main", "holmes_ext.cli.discover", "holmes_ext.cli.plan", "holmes_ext.cli.doctor",
-    "holmes_ext.cli.patches", "holmes_ext.cli.report", "holmes_ext.cli.show", "holmes_ext.planner", "holmes_ext._pth",
+    "holmes_ext.cluster",
+    "holmes_ext.plan",
+    "holmes_ext.doctor",
+    "holmes_ext.report",
+    "holmes_ext.patches",
+    "holmes_ext.cli.main",
+    "holmes_ext.cli.discover",
+    "holmes_ext.cli.plan",
+    "holmes_ext.cli.doctor",
+    "holmes_ext.cli.patches",
+    "holmes_ext.cli.report",
+    "holmes_ext.cli.show",
+    "holmes_ext.planner",
+    "holmes_ext._pth",
     "holmes_ext.__main__",
 )
 
@@ -202,8 +222,13 @@ def test_extensions_use_each_others_public_interface_only():
 
 def test_the_runtime_decides_nothing():
     """It reads values of plan/; the functions that make and complete plans are handed to it by job.py."""
-    wrong = {(place(module), other) for module in modules() if room(module) == "runtime"
-             for other in edges(module) if room(other) == "plan" and other not in VALUES | {"holmes_ext.plan"}}
+    wrong = {
+        (place(module), other)
+        for module in modules()
+        if room(module) == "runtime"
+        for other in edges(module)
+        if room(other) == "plan" and other not in VALUES | {"holmes_ext.plan"}
+    }
     assert wrong == {(file, module) for file, (module, _) in NOT_VALUES.items()}
 
 
@@ -258,8 +283,12 @@ def test_the_lab_is_for_commands_tests_and_benchmarks():
 
 
 def test_own_imports_stand_at_the_top():
-    lines = {(place(module), line) for module, path in modules().items()
-             for name, inside, _, line in imports(path) if inside and name.partition(".")[0] in ("holmes_ext", "holmes_lab")}
+    lines = {
+        (place(module), line)
+        for module, path in modules().items()
+        for name, inside, _, line in imports(path)
+        if inside and name.partition(".")[0] in ("holmes_ext", "holmes_lab")
+    }
     found = Counter(file for file, _ in lines)
     allowed = {file: count for file, (count, _) in ALLOWED_INSIDE.items()}
     assert found == allowed
@@ -321,7 +350,9 @@ dist.destroy_process_group()
 def loaded(*command: str) -> list[str]:
     """Return our modules that a program has loaded when it prints them after LOADED."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, *command], env=environ, capture_output=True, text=True, timeout=300
+    )
     lines = [line for line in result.stdout.splitlines() if "LOADED" in line]
     assert lines, result.stdout + result.stderr
     return lines[0].partition("LOADED")[2].split()
@@ -341,7 +372,9 @@ def test_modules_that_an_import_loads(module, most):
 def test_modules_after_the_first_step_of_a_plain_ddp_job(tmp_path):
     script = tmp_path / "ddp.py"
     script.write_text(DDP_JOB)
-    names = loaded("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script), "--holmes")
+    names = loaded(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script), "--holmes"
+    )
     unused = [name for name in names if name.split(".")[1:2] in (["planner"], ["join"])
               and name.split(".")[2:] not in ([], ["extension"])]
     assert not unused

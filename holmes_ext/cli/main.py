@@ -32,7 +32,19 @@ _COMMANDS = {
     "tune": "holmes_ext.cli.tune",
 }
 #: Order of the commands in `holmes --help`; those that are not here come after them.
-_ORDER = ("discover", "doctor", "plan", "probe", "lab", "demo", "examples", "join", "patches", "report", "tune")
+_ORDER = (
+    "discover",
+    "doctor",
+    "plan",
+    "probe",
+    "lab",
+    "demo",
+    "examples",
+    "join",
+    "patches",
+    "report",
+    "tune",
+)
 #: Commands of packages that may be missing: command -> package, and how to install it from a clone.
 _ELSEWHERE = dict.fromkeys(("lab", "demo"), ("holmes_lab", "pip install ./lab"))
 #: What `holmes` alone prints.
@@ -152,7 +164,9 @@ def _parse(argv):
         print(f"holmes: {problem}", file=sys.stderr)
     if command in _ELSEWHERE and command not in known:
         package, install = _ELSEWHERE[command]
-        raise HolmesError(f"holmes {command} needs the package {package}: {install} (in a clone of holmes_ext)")
+        raise HolmesError(
+            f"holmes {command} needs the package {package}: {install} (in a clone of holmes_ext)"
+        )
     if command is not None and command not in known:
         raise HolmesError(f"there is no command {command!r}; {did_you_mean(command, known)}")
     parser = _Parser(prog="holmes", description="One LLM training job over several GPU clusters whose NICs "

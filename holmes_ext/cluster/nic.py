@@ -25,7 +25,9 @@ from holmes_ext.errors import HolmesError
 class NicKind:
     """Kind of NIC, such as InfiniBand."""
 
-    latency_s: float  # seconds that one message waits on the wire and in the stack, unless cluster.toml gives it
+    latency_s: (
+        float  # seconds that one message waits on the wire and in the stack, unless cluster.toml gives it
+    )
     #: Words in the features and labels of schedulers that mean this kind. Slurm's sites often name speeds.
     words: tuple[str, ...]
     layer: str  # what /sys calls the link layer of its RDMA ports; "" without RDMA

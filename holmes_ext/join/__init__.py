@@ -29,8 +29,8 @@ EXTENSION = Extension(
         ),
         Option(
             "join_plain",
-            "on: joined jobs do not encrypt; anyone on the path can read the weights and who joins (changes on"
-            " the path are detected). off (default): TLS 1.3 between hosts (extra `join`)",
+            "on: joined jobs do not encrypt; anyone on the path can read the weights and who joins (changes "
+            "on the path are detected). off (default): TLS 1.3 between hosts (extra `join`)",
             default="off",
             choices=("off", "on"),
         ),
@@ -58,8 +58,8 @@ EXTENSION = Extension(
     variables={
         "HOLMES_JOIN_TOKEN": "the token that `holmes join serve` printed",
         "HOLMES_JOIN_TOKEN_FILE": "a file that holds it",
-        "HOLMES_JOIN_PORT": "the port on which local rank 0 listens for joined jobs; rank n takes the n-th after "
-        "it",
+        "HOLMES_JOIN_PORT": "the port on which local rank 0 listens for joined jobs; rank n takes the n-th "
+        "after it",
     },
     commands={"join": "holmes_ext.join.cli"},
     patches={
@@ -67,7 +67,9 @@ EXTENSION = Extension(
         "holmes_ext.join.patches.deepspeed": ("joined-deepspeed",),
         "holmes_ext.join.patches.transformers": ("joined-transformers",),
         "holmes_ext.join.patches.megatron": (
-            "joined-megatron", "joined-megatron-lm", "joined-megatron-deepspeed",
+            "joined-megatron",
+            "joined-megatron-lm",
+            "joined-megatron-deepspeed",
         ),
     },
     contributions={

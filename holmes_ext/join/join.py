@@ -43,7 +43,11 @@ def place_of(address: JoinAddress, token: str, options: Options) -> JoinPlace:
     """HolmesError where files of the options cannot be used."""
     plain = options.value("join_plain") == "on"
     credentials = Credentials(token, plain, options.value("join_certificate"), options.value("join_ca"))
-    return JoinPlace(address, credentials, port_range(options.value("join_ports"), options.value("join_address"), os.environ))
+    return JoinPlace(
+        address,
+        credentials,
+        port_range(options.value("join_ports"), options.value("join_address"), os.environ),
+    )
 
 
 def weights_of(shards: Any) -> Weights:

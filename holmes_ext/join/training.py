@@ -106,7 +106,11 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
             raise HolmesError("--holmes-outer says how joined jobs update each other; give --holmes-join "
                               "NAME@HOST:PORT too")
         return []
-    settings, address, token = parse_outer(options.value("outer")), parse_address(options.value("join")), token_from(environ)
+    settings, address, token = (
+        parse_outer(options.value("outer")),
+        parse_address(options.value("join")),
+        token_from(environ),
+    )
     port_range(options.value("join_ports"), options.value("join_address"), environ)
     privacy = _privacy(options, address)
     _job = _Job(address, settings, token, options)

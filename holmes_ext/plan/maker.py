@@ -1,8 +1,8 @@
 """Makes the Plan of a job, and derives other Plans from it.
 
-PlanRequest makes the Plan when the job starts, from the options, the files they name, and the nodes' reports. The
-functions derive one Plan from another while the job starts and runs. job.py hands this module to the runtime, for
-which it implements holmes_ext.runtime.planning.PlanMaker.
+PlanRequest makes the Plan when the job starts, from the options, the files they name, and the nodes'
+reports. The functions derive one Plan from another while the job starts and runs. job.py hands this module
+to the runtime, for which it implements holmes_ext.runtime.planning.PlanMaker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class PlanRequest:
     options: Options
     sizes: Sizes | None = None  # parallel sizes; None if neither an option nor the command line gives them
     model: Model | None = None  # None if neither an option nor the command line describes it
-    overlap: bool = False  # whether predictions assume that gradients are reduced during the last backward pass
+    overlap: bool = (
+        False  # whether predictions assume that gradients are reduced during the last backward pass
+    )
     engine: EngineTraits = EngineTraits()
     spec: SiteSpec | None = None  # of --holmes-cluster, set by read_files()
     plan: Plan | None = None  # of --holmes-plan, set by read_files()
@@ -113,11 +115,13 @@ class PlanRequest:
         return self.options, [f"--holmes-restart auto: started again with --holmes-partition {layers}"]
 
     def _compare(self, plan: Plan, sizes: Sizes | None) -> None:
-        """Raise HolmesError if the given plan is for other sizes or layers than the options or the command line."""
+        """Raise HolmesError if the given plan is for other sizes or layers than the job's."""
         options = self.options
         if sizes is not None and plan.sizes is not None and sizes != plan.sizes:
             raise HolmesError(
-                f"{plan.source}: key 'sizes' is {sizes_text(plan.sizes)}, but the job runs {sizes_text(sizes)}")
+                f"{plan.source}: key 'sizes' is {sizes_text(plan.sizes)}, "
+                f"but the job runs {sizes_text(sizes)}"
+            )
         wanted = "explicit" if options.stage_layers else options.partition
         other = wanted != plan.partition or options.stage_layers not in ((), plan.stage_layers)
         if "partition" in options.given and other:

@@ -83,6 +83,6 @@ def reduction_for(group: Any, size: int, spec: ReductionSpec, device_type: str) 
 
 
 def on_checkpoint() -> None:
-    """Tell the extensions that this rank's part of a checkpoint is written, and the checkpoint is complete."""
+    """Tell the extensions that a checkpoint is complete, and this rank has written its part."""
     for function in _functions["on_checkpoint"]:
         function()

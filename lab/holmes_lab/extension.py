@@ -10,8 +10,8 @@ EXTENSION = Extension(
         "(default: ~/.cache/holmes_ext/nccl)",
         "HOLMES_GPU_CACHE": "where the libraries of the emulated GPU are kept (default: "
         "~/.cache/holmes_ext/gpu)",
-        "HOLMES_GPU_COMPILE": "off: torch.compile does nothing on emulated GPUs; else it traces and generates "
-        "no code",
+        "HOLMES_GPU_COMPILE": "off: torch.compile does nothing on emulated GPUs; else it traces and "
+        "generates no code",
         "HOLMES_GPU_UNTRIED": "1: emulated GPUs for a torch with which they were not tried",
     },
 )

@@ -13,9 +13,9 @@ enable() or from the import. Nothing else escapes into an import.
 
 Modules are only watched (wrapt's post-import hooks, which stay and find nothing to do after undo()).
 
-Patches are in modules of holmes (PatchModule), which import much of holmes. The registry imports such a module
-only if one of its features is on and the program imports the package that it patches. A finder at the front of
-sys.meta_path notices that before the package's code runs.
+Patches are in modules of holmes (PatchModule), which import much of holmes. The registry imports such a
+module only if one of its features is on and the program imports the package that it patches. A finder at
+the front of sys.meta_path notices that before the package's code runs.
 """
 
 import functools

@@ -122,8 +122,8 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
     # A feature of the job with which the mailbox cannot transfer the messages, or None.
     if unsupported_feature(get_model_config(chunk), call.arguments()):
         return call()
-    # In the first step, an extension may start to measure, and calls describe(). In later steps it adopts a new
-    # plan if all ranks have agreed on one.
+    # In the first step, an extension may start to measure, and calls describe(). In later steps it adopts a
+    # new plan if all ranks have agreed on one.
     hooks.on_step(
         current,
         core.job.sizes,

@@ -30,7 +30,9 @@ def agent(launcher="torchrun", agent_store=True):
     (agent(), {"given": frozenset({"plan"})}, {}, ELASTIC, "--holmes-plan is given"),
 ])  # fmt: skip
 def test_why_not(process, options, engine, environ, said):
-    why = restart.why_not(process, replace(options_from(restart="auto"), **options), EngineTraits(**engine), environ)
+    why = restart.why_not(
+        process, replace(options_from(restart="auto"), **options), EngineTraits(**engine), environ
+    )
     assert said in why and bool(said) == bool(why)
 
 

@@ -82,8 +82,13 @@ def test_ports_and_addresses():
 def test_what_others_can_read_is_said(monkeypatch):
     environ = {"HOLMES_JOIN_TOKEN": "correct horse battery staple"}
     monkeypatch.setattr(training, "_job", None)
-    assert "encrypted between hosts (TLS 1.3)" in training.request(options_from(join="east@10.0.0.1"), environ)[0]
-    assert "NOT encrypted" in training.request(options_from(join="east@10.0.0.1", join_plain="on"), environ)[0]
+    assert (
+        "encrypted between hosts (TLS 1.3)"
+        in training.request(options_from(join="east@10.0.0.1"), environ)[0]
+    )
+    assert (
+        "NOT encrypted" in training.request(options_from(join="east@10.0.0.1", join_plain="on"), environ)[0]
+    )
     guessed = training.request(options_from(join="east@10.0.0.1"), {"HOLMES_JOIN_TOKEN": "aaaaaaaaaaaa"})
     assert "can be guessed" in guessed[1]
     monkeypatch.setattr(training, "find_spec", lambda name: None)

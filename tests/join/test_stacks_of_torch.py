@@ -122,7 +122,9 @@ def test_two_optimizers_are_refused():
 
 
 def sampled(rank, ranks, job):
-    training.request(options_from(join="east@127.0.0.1:1", outer=f"part={job}/2"), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(
+        options_from(join="east@127.0.0.1:1", outer=f"part={job}/2"), {"HOLMES_JOIN_TOKEN": TOKEN}
+    )
     from torch.utils.data.distributed import DistributedSampler
 
     call = joined.PATCHES[0].wrap

@@ -119,7 +119,9 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
         for rank in rng.sample(ranks, min(3, len(ranks))):
             # Makes this process the rank of a holmes job.
             process = Process(rank, plan.world_size, 0, 1, "", 0, "test")  # 1 process on its node
-            monkeypatch.setattr(session, "_active", session.Session(Options(), process, site, plan, rank, maker=maker))
+            monkeypatch.setattr(
+                session, "_active", session.Session(Options(), process, site, plan, rank, maker=maker)
+            )
             arguments = len(ranks), 0, list(ranks), "cpu:gloo,cuda:nccl", None, kind, None
             # A wrapper gets the wrapped function, no instance, and the arguments.
             torch_groups._give_group_its_nic(fake_new_process_group, None, arguments, {})

@@ -34,6 +34,6 @@ def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
     if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
         where = f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
         raise HolmesError(
-            f"{where} says {sizes_text(plan.sizes)}, but the program initializes {sizes_text(sizes)}; make them agree")
-
-
+            f"{where} says {sizes_text(plan.sizes)}, but the program initializes {sizes_text(sizes)}; "
+            "make them agree"
+        )

@@ -39,7 +39,9 @@ def overlapped(monkeypatch):
         options = Options(overlap=option)
         plan = build_plan(SITE, sizes, options=options)
         monkeypatch.setattr(
-            session, "_active", session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker)
+            session,
+            "_active",
+            session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker),
         )
         return deepspeed_reduce.overlap_of(engine) is not None
 

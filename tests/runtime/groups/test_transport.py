@@ -37,9 +37,9 @@ def transport(of, node, *ranks, backend="nccl"):
     """Of a group of `ranks`, as the rank on `node` sees it."""
     plan = derive_traffic(Plan(of.digest, tuple(n.name for n in of.nodes), 1), of)
     rank = plan.nodes.index(node)
-    return Session(Options(), Process(rank, plan.world_size, 0, 1, "", 0, "test"), of, plan, rank, maker=maker).transport(
-        ranks, backend
-    )
+    return Session(
+        Options(), Process(rank, plan.world_size, 0, 1, "", 0, "test"), of, plan, rank, maker=maker
+    ).transport(ranks, backend)
 
 
 def test_a_group_takes_the_fastest_fabric_that_all_share():

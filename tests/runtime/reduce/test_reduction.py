@@ -69,7 +69,9 @@ def hooked(rank):
     hooks._functions["on_reduction"].append(lambda *arguments: calls.append(arguments))
     without = PlannedReduction(dist.group.WORLD, 100, "cpu")
     assert not without.follow_plan() and without.spec is None
-    current = session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site, build_plan(site), rank, maker=maker)
+    current = session.Session(
+        Options(), Process(rank, 4, 0, 1, "", 0, "test"), site, build_plan(site), rank, maker=maker
+    )
     session.set_active(current)
     planned = PlannedReduction(dist.group.WORLD, 2**20, "cpu")
     assert not planned.follow_plan()

@@ -51,8 +51,9 @@ def start_all(monkeypatch, world, options, sizes=None, failures=None):
         environ = {"HOLMES_NODE": f"n{rank}", "RANK": str(rank), "SLURM_PROCID": str(rank)}
         process = Process(rank, world, 0, 1, "127.0.0.1", 29500, "test")
         try:
-            current, _ = start.start(PlanRequest(options, sizes), maker, process, {}, (failures or {}).get(rank),
-                                     environ)
+            current, _ = start.start(
+                PlanRequest(options, sizes), maker, process, {}, (failures or {}).get(rank), environ
+            )
             outcome[rank] = (current, environ)
         except HolmesError as error:
             outcome[rank] = (error, environ)
@@ -131,7 +132,9 @@ def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
     (tmp_path / "c.toml").write_text(text)
     environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x"}
     alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
-    _, lines = start.start(PlanRequest(Options(cluster=str(tmp_path / "c.toml"))), maker, alone, {}, None, environ)
+    _, lines = start.start(
+        PlanRequest(Options(cluster=str(tmp_path / "c.toml"))), maker, alone, {}, None, environ
+    )
     said = f"but the rate of fabric 'a' is 3.2 Tb/s in {tmp_path}/c.toml"
     assert lines == [f"node x: mlx5_0:1 runs at 200 Gb/s, {said}; the plan counts on what the file says"]
 
@@ -146,8 +149,9 @@ def test_what_nccl_cannot_do_here_is_told_and_known_to_the_session(tmp_path, no_
     environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x",
                "NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}
     alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
-    current, (line,) = start.start(PlanRequest(Options(cluster=str(tmp_path / "c.toml"))), maker, alone, {}, None,
-                                   environ)
+    current, (line,) = start.start(
+        PlanRequest(Options(cluster=str(tmp_path / "c.toml"))), maker, alone, {}, None, environ
+    )
     why = f"NCCL_IB_DISABLE=1 is set in {tmp_path / 'nccl.conf'}"
     assert line == f"node x: NCCL cannot use mlx5_0:1 for fabric 'a': {why}; its groups there go over sockets"
     assert "NCCL_IB_HCA" not in environ and not current.plan.fabrics[0].verbs

@@ -22,7 +22,9 @@ def begin():
 
     def call(**options):
         process = launcher.Process(0, 1, 0, 1, "127.0.0.1", 0, launcher.NONE)
-        return start_stop.start(Session(Options(**options), process, SITE, Plan(SITE.digest, ("a0",), 1), 0, maker=maker))
+        return start_stop.start(
+            Session(Options(**options), process, SITE, Plan(SITE.digest, ("a0",), 1), 0, maker=maker)
+        )
 
     yield call
     start_stop.stop()
