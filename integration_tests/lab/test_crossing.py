@@ -98,8 +98,9 @@ def test_without_the_delay_line_the_lab_ends_with_one_line():
 
 def test_a_machine_without_tun_is_told_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr("holmes_lab.lab._KEEPER_BOOT", """
+import os
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(os.pathsep)
 from holmes_lab.network import delay_line
 delay_line.TUN_DEVICE = "/dev/net/absent"
 from holmes_lab.process.keeper import main

@@ -139,7 +139,9 @@ def nobodys_python():
 
 def as_nobody(code, *wrapper, **env):
     root = str(Path(sys.modules["holmes_ext"].__file__).parents[1])
-    packages = os.pathsep.join([root, *(path for path in sys.path if path.endswith("-packages"))])
+    packages = os.pathsep.join(
+        [root, f"{root}/lab", *(path for path in sys.path if path.endswith("-packages"))]
+    )
     command = [*BECOME_NOBODY, *wrapper, nobodys_python(), "-c", code]
     full = {**os.environ, "PYTHONPATH": packages, "HOME": "/", **env}
     seen = subprocess.run([*BECOME_NOBODY, command[-3], "-c", "import holmes_ext, wrapt"], env=full, cwd="/",

@@ -23,10 +23,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.extensions import GROUP
 from holmes_lab.emulate import trace
 from holmes_lab.network import namespaces
 from holmes_lab.process import launch, wire
@@ -202,7 +204,10 @@ def import_for_ranks() -> None:
         for module in ("holmes_ext.job", "holmes_ext.runtime.reduce.reducer"):
             importlib.import_module(module)
         importlib.import_module("holmes_ext.patches").all_patches()
-        _holmes.update(name for name in set(sys.modules) - before if name.startswith("holmes_ext."))
+        # Extensions hold classes of holmes_ext, so they go with it.
+        added = {point.module.partition(".")[0] for point in entry_points(group=GROUP)} | {"holmes_ext"}
+        _holmes.update(name for name in set(sys.modules) - before if name.partition(".")[0] in added)
+        _holmes.discard("holmes_ext")
     gc.collect()
     # else the first full collection in a rank touches, so copies, every page that it shares: 0.1 s each
     gc.freeze()
