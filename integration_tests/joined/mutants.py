@@ -139,7 +139,7 @@ MUTANTS = [
            "        return now - state.started < patience_s(others)", "        return True", RULES),
     Mutant("a job of another run is refused for ever", "join/coordinator/versions.py",
            "is_bound = member.current or member.corrected", "is_bound = True", RULES),
-    Mutant("after a restart nobody is awaited before weights are taken", "join/coordinator/lock_step.py",
+    Mutant("after a restart nobody is awaited before weights are taken", "join/coordinator/coordinator.py",
            "if self._awaited.hide_truth(now):", NEVER, RULES),
     Mutant("what jobs agreed on is not compared", "join/coordinator/membership.py",
            "if text := difference(hello.agreed, other.hello.agreed, other.name):",

@@ -36,8 +36,8 @@ class Coordinator:
     def __init__(self, now: float, policies: Sequence[type[RoundPolicy]]):
         self.state = RunState(started=now)
         rounds = Rounds(self.state)
-        versions = Versions(self.state)
-        awaited = AwaitedPeers(self.state)
+        self._versions = versions = Versions(self.state)
+        self._awaited = awaited = AwaitedPeers(self.state)
         self._membership = Membership(self.state, rounds, versions, awaited)
         self._settlement = Settlement(self.state, rounds)
         self.policies: dict[str, RoundPolicy] = {  # by the question that a policy answers
@@ -62,6 +62,10 @@ class Coordinator:
         Raises:
             HolmesError: The report cannot be true.
         """
+        member = self.state.member(name)
+        if self._awaited.hide_truth(now):
+            return None
+        self._versions.accept_claims(member, report.claims)
         return self.policies[question].answer(name, report, now)
 
     def done(self, name: str, report: DoneReport, now: float) -> Reply | None:

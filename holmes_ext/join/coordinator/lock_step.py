@@ -52,9 +52,6 @@ class LockStepRounds:
         """
         state = self._state
         member = state.member(name)
-        if self._awaited.hide_truth(now):
-            return None
-        self._versions.accept_claims(member, report.claims)
         if sits_out(state, member, report.round):
             return skip_reply(state.number)
         if member.state == "late":

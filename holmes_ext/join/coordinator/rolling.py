@@ -39,7 +39,6 @@ class RollingRounds:
         self._state = state
         self._rounds = rounds
         self._versions = versions
-        self._awaited = awaited
         self._question_times: dict[str, float] = {}  # by job: when it asked last
         self._reports: dict[str, NextReport] = {}  # by job: what it offered then
         # By fragment: when it was offered first, and when by a quorum.
@@ -58,9 +57,6 @@ class RollingRounds:
         """
         state = self._state
         member = state.member(name)
-        if self._awaited.hide_truth(now):
-            return None
-        self._versions.accept_claims(member, report.claims)
         if sits_out(state, member, state.number + 1):
             return None
         member.state = "in"

@@ -32,6 +32,8 @@ class RoundPolicy(Protocol):
     def answer(self, name: str, report: Any, now: float) -> Reply | None:
         """Return what job `name` does; None: nothing is decided yet, and the job has to ask again.
 
+        The coordinator has accepted what the report claims of the job's weights.
+
         Raises:
             HolmesError: The report cannot be true.
         """
