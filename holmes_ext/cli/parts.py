@@ -15,5 +15,9 @@ from holmes_ext import extensions
 
 
 def command_parts(command: str) -> list[ModuleType]:
-    """Import and return the parts of a command, such as "plan"."""
-    return [part.load() for part in extensions.contributions("command_parts") if part.name == command]
+    """Import and return the parts of a command, such as "plan".
+
+    Those of other packages come first, because the built-in ones do everything that is left.
+    """
+    parts = [part for part in extensions.contributions("command_parts") if part.name == command]
+    return [part.load() for part in reversed(parts)]

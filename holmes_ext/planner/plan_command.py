@@ -7,7 +7,15 @@ import json
 import sys
 from dataclasses import replace
 
-from holmes_ext.cli.plan import GivenSizes, given_sizes, inputs, show_table, status_of, workload
+from holmes_ext.cli.plan import (
+    GivenSizes,
+    given_sizes,
+    inputs,
+    show_given_sizes,
+    show_table,
+    status_of,
+    workload,
+)
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
@@ -24,12 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subset.add_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int | None:
-    """Do what the planner's arguments ask for.
+def run(args: argparse.Namespace) -> int:
+    """Do what the planner's arguments ask for; without any, print the plan of the given sizes.
 
     Returns:
-        The exit status; None if the sizes are given and nothing is known of the model: the plan is then made
-        without the planner.
+        The exit status.
 
     Raises:
         HolmesError: the input is bad.
@@ -47,9 +54,10 @@ def run(args: argparse.Namespace) -> int | None:
     if explains and job.model is None and not args.profile:
         advice = "give --model FILE (examples/models has some) or --profile FILE"
         raise HolmesError(f"--explain and --picture need to know the model: {advice}")
+    given = given_sizes(args, spec, job)
     if job.model is None and not explains:
-        return None
-    return _show(args, given_sizes(args, spec, job), explains)
+        return show_given_sizes(given, args)
+    return _show(args, given, explains)
 
 
 def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:

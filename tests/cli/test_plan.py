@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
 from plan_command import holmes
 
 from holmes_ext.cli import plan as command
+from holmes_ext.cli.main import main
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.plan import load_plan
 
@@ -112,3 +114,15 @@ def test_a_probed_cluster_is_predicted_by_what_was_measured(capsys, tmp_path):
         assert args.run(args) == 0
         steps.append(json.loads(capsys.readouterr().out)["predicted"]["stock_step_seconds"])
     assert steps[1] > 5 * steps[0]
+
+
+def test_a_cluster_file_that_can_be_read_once_is_enough(capsys):
+    """As with `--cluster <(command)`."""
+    ours, theirs = os.pipe()
+    os.write(theirs, (EXAMPLES / "two_clusters_4.toml").read_bytes())
+    os.close(theirs)
+    try:
+        assert main(["plan", "--cluster", f"/dev/fd/{ours}", "--pipeline", "2"]) == 0
+    finally:
+        os.close(ours)
+    assert "predicted step" in capsys.readouterr().out
