@@ -86,17 +86,16 @@ class Extension:
 
     name: str
     options: tuple[Option, ...] = ()
-    commands: Mapping[str, str] = field(
-        default_factory=dict
-    )  # `holmes NAME` -> module with add_parser() and run()
-    variables: Mapping[str, str] = field(
-        default_factory=dict
-    )  # environment variable for users -> what it does
+    #: `holmes NAME` -> module with add_parser() and run().
+    commands: Mapping[str, str] = field(default_factory=dict)
+    #: Environment variable for users -> what it does.
+    variables: Mapping[str, str] = field(default_factory=dict)
     #: Module with PATCHES -> the names of their features, as HOLMES_DISABLE takes them.
     patches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: Contribution point (POINTS) -> name -> the object that is contributed.
     contributions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    hooks: Mapping[str, str] = field(default_factory=dict)  # name in HOOKS -> function
+    #: Hook (HOOKS) -> function.
+    hooks: Mapping[str, str] = field(default_factory=dict)
     #: Returns whether a job with these options uses the extension. Otherwise nothing of it is imported.
     is_active: Callable[[Options], bool] = lambda options: True
     #: Returns whether the extension has something to do in this job. Otherwise its hooks are not imported,

@@ -48,11 +48,9 @@ KINDS: dict[str, NicKind] = {
         "InfiniBand", "#2a6f97",
     ),
     "roce": NicKind(4e-6, ("roce", "rocev2", "spectrum", "spectrumx"), "Ethernet", "#2a9d8f"),
+    **extensions.objects("nic_kinds"),
     "ethernet": NicKind(30e-6, ("ethernet", "eth", "tcp"), "", "#d62728"),
 }  # fmt: skip
-# Ethernet stays last, since it is the slowest.
-KINDS = {**{name: kind for name, kind in KINDS.items() if name != "ethernet"},
-         **extensions.objects("nic_kinds"), "ethernet": KINDS["ethernet"]}
 GID_TYPES = ("ib", "roce_v1", "roce_v2")
 DEFAULT_SUBNET_PREFIX = "fe80:0000:0000:0000"  # what a subnet manager uses unless it is configured
 #: A device's name: printable ASCII without space and slash, as the kernel's are.
